@@ -1,0 +1,1 @@
+"""Benchmarks: each prints a table, or with ``--output json`` one JSON object."""

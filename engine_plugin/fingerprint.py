@@ -1,0 +1,218 @@
+"""What a model computes, as a digest: never its name, its path or where it was loaded from.
+
+The digest covers every parameter and buffer (name, dtype, shape, and XXH3-128 of its bytes), the
+module tree, and the state of adapters. It is computed once; each request then asks
+:meth:`Fingerprint.digest`, which looks for signs of change and hashes again what changed:
+
+1. a parameter, buffer or submodule was added, removed or replaced;
+2. a tensor's memory, version counter, dtype or shape is another one (an optimiser step,
+   ``load_state_dict``, ``param.data = ...``);
+3. an adapter was switched, merged, disabled or scaled;
+4. a sample of every tensor's values differs (``param.data.copy_()`` leaves no other trace).
+
+What no sign shows must be told by :meth:`Fingerprint.refresh`, or kept apart by a salt: a write
+through ``.data`` to a few elements only, and state that is neither tensor nor adapter.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import xxhash
+
+from kvstore.errors import UsageError
+from kvstore.namespace import framed_digest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from torch import nn
+
+SAMPLE_POINTS, SAMPLE_RUN = 16, 4
+"""Values sampled from each tensor: this many places, so many neighbours at each."""
+
+ADAPTER_STATE = frozenset(
+    prefix + name
+    for prefix in ("", "_")
+    for name in (
+        "active_adapter",
+        "active_adapters",
+        "disable_adapters",
+        "merged",
+        "merged_adapters",
+        "scaling",
+    )
+)
+"""Module attributes by which adapter libraries say what takes part in the forward pass."""
+
+OUR_HOOKS = ("transformers.", "accelerate.")
+"""Modules whose forward hooks only move or record tensors."""
+
+IRRELEVANT_SETTINGS = frozenset(
+    {
+        "_name_or_path",
+        "name_or_path",
+        "transformers_version",
+        "architectures",
+        "dtype",
+        "torch_dtype",
+        "_attn_implementation",
+        "_attn_implementation_autoset",
+        "attn_implementation",
+        "use_cache",
+        "output_attentions",
+        "output_hidden_states",
+        "return_dict",
+        "id2label",
+        "label2id",
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+    }
+)
+"""Configuration keys that do not change what keys and values mean (the dtype is in the layout)."""
+
+
+MEMBERS = ("_parameters", "_buffers", "_modules")
+HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+"""Where :class:`torch.nn.Module` keeps what it consists of."""
+
+
+class _Signs(NamedTuple):
+    """What is compared to notice a change."""
+
+    identities: list[int]
+    stamps: list[tuple[object, ...]]
+    adapters: list[str]
+
+
+def settings_digest(config: Mapping[str, Any]) -> bytes:
+    """Return the 32-byte digest of a model's configuration, given as nested mappings."""
+
+    def relevant(value: object) -> object:
+        if isinstance(value, dict):
+            return {str(k): relevant(v) for k, v in value.items() if k not in IRRELEVANT_SETTINGS}
+        return [relevant(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+    text = json.dumps(relevant(dict(config)), sort_keys=True, separators=(",", ":"), default=str)
+    return framed_digest("settings", text)
+
+
+class Fingerprint:
+    """The digest of one model, kept up to date. Not thread-safe; keeps the tensors alive."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """Hash the whole model; :class:`UsageError` if a tensor's bytes cannot be read."""
+        self._model = model
+        self._tensor_digests: dict[str, tuple[tuple[object, ...], bytes]] = {}
+        self.refresh()
+
+    def digest(self) -> bytes:
+        """Return the 32-byte digest; hash again what shows a sign of change."""
+        seen = self._seen
+        if not torch_equal(seen.sample, seen.read_sample()):
+            return self.refresh()
+        return self._digest if seen.signs == seen.read_signs() else self._look()
+
+    def has_hooks(self) -> bool:
+        """Whether foreign forward hooks are registered, whose effect no digest can tell."""
+        return self._seen.has_hooks()
+
+    def refresh(self) -> bytes:
+        """Hash everything again and return the digest."""
+        self._tensor_digests.clear()
+        return self._look()
+
+    def _look(self) -> bytes:
+        self._seen = seen = _Seen(self._model)
+        known, self._tensor_digests = self._tensor_digests, {}
+        parts: list[str | bytes] = ["weights", repr(seen.signs.adapters)]
+        for name, module in seen.modules.items():
+            parts += (name, type(module).__qualname__)
+        for (name, tensor), stamp in zip(seen.tensors.items(), seen.signs.stamps, strict=True):
+            found = known.get(name)
+            value = found[1] if found and found[0] == stamp else _hash(name, tensor)
+            self._tensor_digests[name] = (stamp, value)
+            parts += (name, str(tensor.dtype), str(tuple(tensor.shape)), value)
+        self._digest = framed_digest(*parts)
+        return self._digest
+
+
+class _Seen:
+    """One look at a model: what was there, and views that make looking again cheap."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.modules = dict(model.named_modules())
+        named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        self.tensors = dict(sorted(named.items()))
+        attributes = [vars(module) for module in self.modules.values()]
+        self._attributes = attributes
+        self._members = [own[kind] for own in attributes for kind in MEMBERS]
+        self._hooks = [own[kind] for own in attributes for kind in HOOKS]
+        self._adapters = [
+            (f"{index}.{name}", own, name)
+            for index, own in enumerate(attributes)
+            for name in sorted(ADAPTER_STATE & own.keys())
+        ]
+        self._alive = [list(members.values()) for members in self._members]  # keeps ids unique
+        self._points = _sample_views(self.tensors.values())
+        self.signs = self.read_signs()
+        self.sample = self.read_sample()
+
+    def read_signs(self) -> _Signs:
+        identities: list[int] = [sum(map(len, self._attributes))]
+        for members in self._members:
+            identities.extend(map(id, members.values()))
+        stamps: list[tuple[object, ...]] = [
+            (id(t), t.data_ptr(), 0 if t.is_inference() else t._version, t.dtype, t.shape)  # noqa: SLF001
+            for t in self.tensors.values()
+        ]
+        adapters = [f"{path}={_plain(own.get(name))}" for path, own, name in self._adapters]
+        return _Signs(identities, stamps, adapters)
+
+    def has_hooks(self) -> bool:
+        return any(
+            not str(getattr(hook, "__module__", "")).startswith(OUR_HOOKS)
+            for hooks in self._hooks
+            for hook in hooks.values()
+        )
+
+    def read_sample(self) -> list[torch.Tensor]:
+        """Return the sampled values, one vector of integers for each element size and device."""
+        return [torch.cat(views) for views in self._points]
+
+
+def _sample_views(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Return views of a few values of each tensor, as integers, by element size and device."""
+    groups: defaultdict[object, list[torch.Tensor]] = defaultdict(list)
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    for tensor in tensors:
+        count, width = tensor.numel(), tensor.element_size()
+        if not count or width not in integers or not tensor.is_contiguous():
+            continue  # the other signs remain
+        flat = tensor.detach().view(-1).view(integers[width])
+        run = min(SAMPLE_RUN, count)
+        points = min(SAMPLE_POINTS, count // run)
+        view = flat.as_strided((points, run), (count // points, 1), flat.storage_offset())
+        groups[width, run, tensor.device].append(view)
+    return list(groups.values())
+
+
+def torch_equal(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
+    """Whether two lists hold equal tensors."""
+    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+def _plain(value: object) -> str:
+    return repr(value.tolist() if isinstance(value, torch.Tensor) else value)
+
+
+def _hash(name: str, tensor: torch.Tensor) -> bytes:
+    try:
+        values = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        return xxhash.xxh3_128_digest(values.numpy().data)
+    except (RuntimeError, NotImplementedError, TypeError) as error:
+        raise UsageError(f"the bytes of {name} cannot be read: {error}") from error

@@ -1,0 +1,189 @@
+"""The prefix of a prompt, between a store and an engine's KV tensor: load it, save it, never fail.
+
+This is the one place where a failure of the store becomes a counted miss. A load counts only after
+its lease was released in time: until then the bytes may have been overwritten. A save is committed
+only after the bytes are in the slots.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import numpy as np
+
+from engine_plugin.layout import Buffers, load_blocks, save_blocks
+from kvstore.errors import LeaseExpiredError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    import torch
+    from numpy.typing import NDArray
+
+    from kvstore.lease import Lease, Reservation
+    from kvstore.namespace import Namespace
+
+logger = logging.getLogger(__name__)
+
+
+class Store(Buffers, Protocol):
+    """What is asked of a store; :class:`kvstore.Pool` describes the calls."""
+
+    @property
+    def block_tokens(self) -> int: ...  # noqa: D102
+
+    def acquire(self, namespace: Namespace, tokens: Any, /) -> Lease: ...  # noqa: ANN401, D102
+
+    def verify(self, lease: Lease, /) -> int: ...  # noqa: D102
+
+    def release(self, lease: Lease, /) -> None: ...  # noqa: D102
+
+    def reserve(self, namespace: Namespace, tokens: Any, /) -> Reservation: ...  # noqa: ANN401, D102
+
+    def commit(self, reservation: Reservation, /) -> int: ...  # noqa: D102
+
+    def abort(self, reservation: Reservation, /) -> None: ...  # noqa: D102
+
+
+@dataclass(slots=True)
+class RequestStats:
+    """Where the tokens and the time to first token of one request went (summed over a batch).
+
+    ``prefill_s`` includes ``lookup_s`` (fingerprint and index) and ``load_s``; the rest of it is
+    the forward pass. A request that went past the cache has no times but ``queue_s``.
+    """
+
+    prompt_tokens: int = 0
+    hit_tokens: int = 0
+    hit_tokens_by_tier: Counter[str] = field(default_factory=Counter)
+    miss: str | None = None
+    """Why less was loaded than could have been: ``too_short``, ``not_stored``, ``corrupt``,
+    ``expired``, ``failed``, or ``bypass.`` and a reason."""
+    queue_s: float = 0.0
+    network_s: float = 0.0
+    lookup_s: float = 0.0
+    load_s: float = 0.0
+    prefill_s: float = 0.0
+    sample_s: float = 0.0
+    offload_s: float = 0.0
+    offloaded_blocks: int = 0
+
+    @property
+    def ttft_s(self) -> float:
+        """Seconds from the call to the first token."""
+        return self.queue_s + self.network_s + self.prefill_s + self.sample_s
+
+
+class PrefixStore:
+    """A store as an engine wants it: by prompts, and fail-open. Not thread-safe by itself."""
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        verify: Literal["never", "always"],
+        on_failure: Literal["recompute", "raise"],
+        clock: Callable[[], float],
+    ) -> None:
+        """Use ``store``, which stays the caller's."""
+        self._store, self._clock = store, clock
+        self._verify, self._on_failure = verify, on_failure
+        self.counts: Counter[str] = Counter()
+
+    @contextmanager
+    def tolerate(self, what: str) -> Iterator[list[str]]:
+        """Turn a failure inside into a counted reason, unless ``on_failure`` is ``"raise"``.
+
+        Yields a list that is empty while nothing failed.
+        """
+        reasons: list[str] = []
+        try:
+            yield reasons
+        except Exception as error:
+            reason = "expired" if isinstance(error, LeaseExpiredError) else "failed"
+            reasons.append(reason)
+            count = self.counts[f"{what}.{reason}"] = self.counts[f"{what}.{reason}"] + 1
+            level = logging.DEBUG if count > 1 else logging.WARNING
+            logger.log(level, "%s %s, going on without: %r", what, reason, error)
+            if self._on_failure == "raise":
+                raise
+
+    def load(
+        self,
+        namespace: Namespace,
+        tokens: NDArray[np.int32],
+        destination: torch.Tensor,
+        stats: RequestStats,
+    ) -> int:
+        """Copy the known blocks of a prompt to the head of ``destination``.
+
+        ``destination`` is ``[num_layers, 2, num_kv_heads, capacity, head_dim]``, the caller's.
+        Returns how many leading tokens of it are valid now: whole blocks, fewer than all tokens,
+        and 0 after any failure.
+        """
+        layout = namespace.layout
+        possible = (len(tokens) - 1) // layout.block_tokens  # the last token must be computed
+        reason = "too_short" if possible == 0 else "not_stored"
+        tiers: Counter[str] = Counter()
+        started = looked_up = self._clock()
+        with self.tolerate("load") as failed:
+            lease = self._store.acquire(namespace, tokens)
+            looked_up = self._clock()
+            try:
+                blocks = lease.num_blocks
+                if self._verify == "always" and blocks:
+                    blocks = self._store.verify(lease)
+                    reason = "corrupt" if blocks < lease.num_blocks else reason
+                blocks = min(blocks, possible)
+                load_blocks(self._store, lease, destination, blocks)
+            finally:
+                self._store.release(lease)
+            for tier, count in zip(
+                *np.unique(lease.tiers[:blocks], return_counts=True), strict=True
+            ):
+                tiers[self._store.tier_names[tier]] += int(count) * layout.block_tokens
+        stats.lookup_s += looked_up - started
+        stats.load_s += self._clock() - looked_up
+        self._count(len(tokens), tiers, failed[0] if failed else reason, stats)
+        return tiers.total()
+
+    def _count(
+        self, prompt_tokens: int, tiers: Counter[str], reason: str, stats: RequestStats
+    ) -> None:
+        hit_tokens = tiers.total()
+        stats.hit_tokens += hit_tokens
+        stats.hit_tokens_by_tier.update(tiers)
+        if not hit_tokens or reason == "corrupt":
+            stats.miss = reason
+        self.counts["prompts"] += 1
+        self.counts["prompt_tokens"] += prompt_tokens
+        self.counts["hit_tokens"] += hit_tokens
+        self.counts["hit" if hit_tokens else f"miss.{reason}"] += 1
+
+    def save(
+        self,
+        namespace: Namespace,
+        tokens: NDArray[np.int32],
+        source: torch.Tensor,
+        stats: RequestStats,
+    ) -> None:
+        """Offload the blocks of ``tokens`` that the store lacks.
+
+        ``source`` is ``[num_layers, 2, num_kv_heads, capacity, head_dim]`` and holds the KV of all
+        ``tokens``; a last part that fills no block is not stored.
+        """
+        started = self._clock()
+        with self.tolerate("offload"):
+            reservation = self._store.reserve(namespace, tokens)
+            try:
+                save_blocks(self._store, reservation, source)
+            except BaseException:
+                self._store.abort(reservation)
+                raise
+            stats.offloaded_blocks += self._store.commit(reservation)
+            self.counts["offload.refused_blocks"] += reservation.refused
+        stats.offload_s += self._clock() - started

@@ -1,0 +1,289 @@
+"""Hugging Face Transformers with a prefix cache.
+
+    model = CachedModel(AutoModelForCausalLM.from_pretrained(...).eval(), kvstore.open(...))
+    model.generate(**tokenizer(prompt, return_tensors="pt"), max_new_tokens=64)
+
+A request: look up the prompt, copy the known blocks into a fresh cache, let the model compute what
+is missing and decode, copy the new blocks out. Decoding is ``model.generate`` itself, given all
+tokens, the full mask and the filled cache, so every position is an absolute one. In a batch each
+prompt is looked up and computed on its own, without padding, in its row of one left-padded cache;
+then all rows are decoded together.
+
+What cannot be cached (:mod:`engine_plugin.adapter`, :mod:`engine_plugin.request`) goes to the model
+unchanged, and what fails in the store is a counted miss (:mod:`engine_plugin.prefix`). One lock
+serialises the model; nothing outlives a request but counters and one spare buffer.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+
+from engine_plugin import attention
+from engine_plugin.adapter import OWN_ATTENTION, ModelAdapter
+from engine_plugin.prefix import PrefixStore, RequestStats
+from engine_plugin.request import FirstToken, Prompts, Settings, find_prompts
+from kvstore.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from transformers import PreTrainedModel
+
+    from engine_plugin.cache import BufferCache
+    from engine_plugin.prefix import Store
+    from kvstore.namespace import KVLayout, Namespace
+
+logger = logging.getLogger(__name__)
+
+HEADROOM_TOKENS = 1024
+"""Most new tokens that memory is taken for at once; for longer answers the cache grows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """A computed prompt. The cache covers all of its tokens and belongs to the caller."""
+
+    cache: BufferCache
+    logits: torch.Tensor
+    """``[1, vocab]``: of the last token."""
+    stats: RequestStats
+
+
+class CachedModel:
+    """A causal language model of Transformers whose prompts share prefixes through a store.
+
+    Thread-safe. The store stays the caller's. Cached requests compute with
+    :mod:`engine_plugin.attention` where the model would use ``"sdpa"``; a direct call of the model
+    may still find it set until :meth:`close`.
+    """
+
+    def __init__(  # noqa: PLR0913 - one setting each
+        self,
+        model: PreTrainedModel,
+        store: Store,
+        *,
+        tenant: str | None = None,
+        salt: str | None = None,
+        chunk_tokens: int = 2048,
+        verify: Literal["never", "always"] = "never",
+        on_failure: Literal["recompute", "raise"] = "recompute",
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """Probe the model and hash its weights; a model that cannot be cached runs as it is.
+
+        Args:
+            model: in evaluation mode. For PEFT, ``peft_model.get_base_model()``.
+            store: where blocks are kept.
+            tenant: whose blocks these are; nobody else hits them.
+            salt: any further distinction, as of state that no fingerprint sees.
+            chunk_tokens: most prompt tokens of one forward pass.
+            verify: whether to compare loaded blocks with their checksums.
+            on_failure: ``"raise"`` lets through what the store raises.
+            clock: monotonic seconds.
+        """
+        self._model, self._clock, self._chunk_tokens = model, clock, chunk_tokens
+        self._prefixes = PrefixStore(store, verify=verify, on_failure=on_failure, clock=clock)
+        self._lock = threading.RLock()
+        self._of_thread = threading.local()
+        self._adapter: ModelAdapter | None = None
+        try:
+            self._adapter = ModelAdapter(model, store.block_tokens, tenant=tenant, salt=salt)
+        except Exception as error:  # noqa: BLE001 - whatever the probe hits, the model still runs
+            logger.warning("%s runs without a prefix cache: %s", type(model).__name__, error)
+
+    def close(self) -> None:
+        """Give the model its own attention back. The store stays open."""
+        with self._lock:
+            if self._adapter is not None:
+                self._adapter.close()
+
+    def __enter__(self) -> CachedModel:
+        """Return the model itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close."""
+        self.close()
+
+    @property
+    def layout(self) -> KVLayout | None:
+        """Layout of the blocks; None when the model is not cached."""
+        return self._adapter.layout if self._adapter is not None else None
+
+    @property
+    def last(self) -> RequestStats:
+        """What is known about the calling thread's last request."""
+        stats: RequestStats = self._of_thread.stats
+        return stats
+
+    def stats(self) -> dict[str, int]:
+        """Return counters since the start: prompts, tokens, hits; misses and bypasses by reason."""
+        with self._lock:
+            return dict(self._prefixes.counts)
+
+    def refresh(self) -> None:
+        """Hash the weights again: for changes that leave no sign."""
+        with self._lock:
+            if self._adapter is not None:
+                self._adapter.fingerprint.refresh()
+
+    @torch.no_grad()
+    def prefill(self, tokens: object) -> Prefilled:
+        """Compute a prompt, reusing stored blocks and offloading new ones.
+
+        Args:
+            tokens: token ids, a one-dimensional tensor, array or sequence; at least one.
+
+        Raises:
+            UsageError: no tokens, or the model or its present state cannot be cached.
+        """
+        ids = np.ascontiguousarray(torch.as_tensor(tokens).cpu(), dtype=np.int32)
+        if ids.ndim != 1 or not len(ids):
+            raise UsageError(f"prefill needs at least one token in one dimension, got {ids.shape}")
+        called = self._clock()
+        with self._lock:
+            stats = self._start(called, len(ids))
+            found = self._find_namespace(stats)
+            if isinstance(found, str):
+                raise UsageError(f"the model cannot be cached now: {found}")
+            adapter, namespace = found
+            cache = adapter.new_cache(1, len(ids))
+            known = self._prefixes.load(namespace, ids, cache.kv[:, :, 0], stats)
+            cache.show(known)
+            logits = adapter.compute(cache, ids, known, self._chunk_tokens)
+            adapter.synchronise()
+            stats.prefill_s = self._clock() - called - stats.queue_s
+            self._prefixes.save(namespace, ids, cache.kv[:, :, 0], stats)
+            return Prefilled(cache, logits, stats)
+
+    @torch.no_grad()
+    def generate(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        **arguments: Any,
+    ) -> Any:  # noqa: ANN401 - as model.generate
+        """Do what ``model.generate`` does, computing only what is not stored.
+
+        ``input_ids`` and ``attention_mask`` are ``[batch, width]``, padded on either side; the
+        result is what ``model.generate`` returns. New whole blocks of prompts and answers are
+        offloaded afterwards; in a batch, prompts already when they are computed. When the model
+        raises, nothing else is offloaded and the exception goes on.
+        """
+        called = self._clock()
+        if input_ids is None:
+            input_ids = arguments.pop("inputs", None)
+        settings = Settings(self._model, arguments)
+        prompts = settings.bypass_reason() or find_prompts(input_ids, attention_mask, settings)
+        with self._lock:
+            if isinstance(prompts, Prompts):
+                stats = self._start(called, sum(prompts.lengths))
+                found = self._find_namespace(stats)
+                if not isinstance(found, str):
+                    return self._generate(*found, prompts, settings, called)
+                reason = found
+            else:
+                stats, reason = self._start(called, 0), prompts
+            stats.miss = f"bypass.{reason}"
+            self._prefixes.counts[stats.miss] += 1
+            if self._adapter is not None:
+                self._adapter.use_attention(OWN_ATTENTION)
+            return self._model.generate(input_ids, attention_mask=attention_mask, **arguments)
+
+    def _start(self, called: float, prompt_tokens: int) -> RequestStats:
+        stats = RequestStats(prompt_tokens=prompt_tokens, queue_s=self._clock() - called)
+        self._of_thread.stats = stats
+        return stats
+
+    def _find_namespace(self, stats: RequestStats) -> tuple[ModelAdapter, Namespace] | str:
+        """Return the model's adapter and its namespace now, or why it cannot be cached."""
+        adapter, started = self._adapter, self._clock()
+        if adapter is None:
+            return "model"
+        if obstacle := adapter.obstacle():
+            return obstacle
+        with self._prefixes.tolerate("fingerprint") as failed:
+            namespace = adapter.namespace()
+        stats.lookup_s += self._clock() - started
+        if failed:
+            return "fingerprint"
+        adapter.use_attention(attention.IMPLEMENTATION)
+        return adapter, namespace
+
+    def _generate(
+        self,
+        adapter: ModelAdapter,
+        namespace: Namespace,
+        prompts: Prompts,
+        settings: Settings,
+        called: float,
+    ) -> Any:  # noqa: ANN401
+        width, stats = prompts.ids.shape[1], self.last
+        room = min(settings.new_tokens(width), HEADROOM_TOKENS)
+        cache = adapter.new_cache(len(prompts.lengths), width + room)
+        self._fill(adapter, namespace, cache, prompts)
+        first = FirstToken(self._clock, adapter.synchronise)
+        arguments = settings.arguments | {
+            adapter.keyword: cache,
+            "attention_mask": prompts.mask,
+            "logits_processor": first.processors(settings.arguments.get("logits_processor")),
+            "stopping_criteria": first.criteria(settings.arguments.get("stopping_criteria")),
+        }
+        if width - cache.get_seq_length() > self._chunk_tokens:
+            arguments.setdefault("prefill_chunk_size", self._chunk_tokens)
+        output = self._model.generate(prompts.ids, **arguments)
+        stats.prefill_s = first.computed_at - called - stats.queue_s
+        stats.sample_s = first.sampled_at - first.computed_at
+        sequences = output if isinstance(output, torch.Tensor) else output.sequences
+        self._save_answers(namespace, cache, prompts, sequences, stats)
+        if prompts.given is not prompts.ids:
+            sequences[:, :width] = prompts.given
+        if sequences is output:  # otherwise the caller sees the cache
+            adapter.recycle(cache)
+        return output
+
+    def _fill(
+        self, adapter: ModelAdapter, namespace: Namespace, cache: BufferCache, prompts: Prompts
+    ) -> None:
+        """Load the prompts, and in a batch compute each up to its last token."""
+        width, alone = prompts.ids.shape[1], len(prompts.lengths) == 1
+        shown = width - 1
+        for index, ids in enumerate(prompts.tokens()):
+            pad = width - len(ids)
+            cache.kv[:, :, index, :, :pad].zero_()  # masked, but NaN would spread all the same
+            row = cache.row(index, pad)
+            known = self._prefixes.load(namespace, ids, row.kv[:, :, 0], self.last)
+            if alone:  # generate computes the rest
+                shown = pad + known if known else 0
+            elif known < len(ids) - 1:
+                row.show(known)
+                adapter.compute(row, ids[:-1], known, self._chunk_tokens)
+                self._prefixes.save(namespace, ids[:-1], row.kv[:, :, 0], self.last)
+        cache.show(shown)
+
+    def _save_answers(
+        self,
+        namespace: Namespace,
+        cache: BufferCache,
+        prompts: Prompts,
+        sequences: torch.Tensor,
+        stats: RequestStats,
+    ) -> None:
+        if not cache.in_buffer:
+            return
+        written = cache.get_seq_length()  # the last token was never computed
+        rows = sequences[:, :written].to("cpu", torch.int32).numpy()
+        for index, length in enumerate(prompts.lengths):
+            pad = prompts.ids.shape[1] - length
+            ids = rows[index, pad:]
+            if len(rows) > 1:  # an answer that ended before others goes on with pad tokens
+                others = np.flatnonzero(ids != ids[-1])
+                ids = ids[: others[-1] + 2] if len(others) else ids[:1]
+            self._prefixes.save(namespace, ids, cache.kv[:, :, index, :, pad:], stats)

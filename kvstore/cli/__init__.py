@@ -1,0 +1,1 @@
+"""The command line, ``kvstore``. Nothing is imported here, so that ``kvstore --help`` is quick."""

@@ -1,0 +1,125 @@
+"""What the machine offers: memory, limits and processor, as rows for ``kvstore doctor``.
+
+Everything is read below ``root``, so that tests can give it a machine. What a system does not tell
+is reported as not known, never as an error.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from kvstore.host import cgroup_limit_bytes, meminfo, read_text, usable_memory_bytes
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+Status = Literal["ok", "warn", "fail"]
+
+GIB = 1 << 30
+NOTED_CPU_FLAGS = (
+    *("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16"),
+    *("asimd", "sve", "bf16"),
+)
+
+
+@dataclass(frozen=True)
+class Check:
+    """One row of the report: ``warn`` is worse than it could be, ``fail`` does not work."""
+
+    check: str
+    status: Status
+    detail: str
+
+
+def host_checks(root: Path) -> list[Check]:
+    """Return every check of this module for the machine below ``root`` (normally ``/``)."""
+    return [memory(root), memlock(), shared_memory(root), huge_pages(root), processor(root)]
+
+
+def memory(root: Path) -> Check:
+    """Report total and available memory, and the control group's limit where one is set."""
+    sizes = meminfo(root)
+    if not {"MemTotal", "MemAvailable"} <= sizes.keys():
+        return Check("memory", "warn", "not known on this system")
+    available = sizes["MemAvailable"]
+    limit = cgroup_limit_bytes(root)
+    limit_text = "no cgroup limit" if limit is None else f"cgroup limit {_size(limit)}"
+    detail = f"{_size(sizes['MemTotal'])}, {_size(available)} available, {limit_text}"
+    usable = min(available, usable_memory_bytes(root) or available)
+    return Check("memory", "warn" if usable < GIB else "ok", detail)
+
+
+def memlock() -> Check:
+    """Report how much memory this process may lock, which pinning for a device can need."""
+    try:
+        import resource
+    except ImportError:  # not a Unix system
+        return Check("memlock", "warn", "not known on this system")
+    soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return memlock_row(None if soft == resource.RLIM_INFINITY else soft, hard != soft)
+
+
+def memlock_row(limit: int | None, can_be_raised: bool) -> Check:  # noqa: FBT001
+    """Return the row for a soft ``limit`` in bytes (``None``: unlimited)."""
+    if limit is None:
+        return Check("memlock", "ok", "unlimited")
+    how = "raise it with `ulimit -l`" if can_be_raised else "ask for `memlock unlimited`"
+    return Check("memlock", "warn", f"{_size(limit)}; to pin more for devices or RDMA, {how}")
+
+
+def shared_memory(root: Path) -> Check:
+    """Report the size of ``/dev/shm``, where engine processes of one host share blocks."""
+    try:
+        stat = os.statvfs(root / "dev/shm")
+    except (OSError, AttributeError):
+        return Check("shared memory", "warn", "/dev/shm is not there")
+    total, free = stat.f_blocks * stat.f_frsize, stat.f_bavail * stat.f_frsize
+    detail = f"/dev/shm {_size(total)}, {_size(free)} free"
+    if total < GIB:
+        return Check("shared memory", "warn", f"{detail}; in a container, set --shm-size")
+    return Check("shared memory", "ok", detail)
+
+
+def huge_pages(root: Path) -> Check:
+    """Report the setting of transparent huge pages: with them, large copies miss the TLB less."""
+    text = read_text(root / "sys/kernel/mm/transparent_hugepage/enabled")
+    _, _, rest = text.partition("[")
+    setting, closed, _ = rest.partition("]")
+    if not closed:
+        return Check("huge pages", "warn", "not known on this system")
+    if setting == "never":
+        return Check("huge pages", "warn", "never; `madvise` makes large copies cheaper")
+    return Check("huge pages", "ok", f"transparent: {setting}")
+
+
+def processor(root: Path) -> Check:
+    """Report the processor, the cores this process may use, and the extensions of note."""
+    fields: dict[str, str] = {}
+    for line in read_text(root / "proc/cpuinfo").splitlines():
+        key, colon, value = line.partition(":")
+        if colon:
+            fields.setdefault(key.strip().lower(), value.strip())
+    flags = set(fields.get("flags", fields.get("features", "")).split())
+    noted = [flag for flag in NOTED_CPU_FLAGS if flag in flags]
+    name = fields.get("model name") or platform.machine() or "unknown"
+    cores = f"{_usable_cores()} cores"
+    return Check("processor", "ok", ", ".join([name, cores, " ".join(noted) or "no extensions"]))
+
+
+def _usable_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _size(num_bytes: int) -> str:
+    """Return a size for people, in binary units."""
+    value = float(num_bytes)
+    for unit in ("B", "KiB", "MiB"):
+        if value < 1024:
+            return f"{value:.4g} {unit}"
+        value /= 1024
+    return f"{value:.1f} GiB"

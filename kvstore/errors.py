@@ -1,0 +1,47 @@
+"""Every exception of the product.
+
+    KVStoreError
+    ├── ConfigError             a setting is wrong: names the key, the value and what to do
+    ├── UsageError              the caller broke a contract (also a ValueError)
+    ├── TooLargeError           the request can never fit: refused at once, with both sizes
+    ├── CorruptBlockError       bytes do not match the checksum their writer computed
+    └── LeaseError
+        ├── LeaseExpiredError   the deadline passed while the holder was reading: throw the bytes away
+        └── LeaseNotHeldError   released before, or never granted by this store
+
+A miss is never an exception: lookups return fewer blocks.
+"""
+
+from __future__ import annotations
+
+
+class KVStoreError(Exception):
+    """Base of everything that kvstore raises on purpose."""
+
+
+class ConfigError(KVStoreError):
+    """A setting cannot be used; the message names it, its value and the remedy."""
+
+
+class UsageError(KVStoreError, ValueError):
+    """The caller broke the contract of a public function."""
+
+
+class TooLargeError(KVStoreError):
+    """The request is larger than the whole pool, so waiting would never help."""
+
+
+class CorruptBlockError(KVStoreError):
+    """A block's bytes differ from the checksum that its writer computed."""
+
+
+class LeaseError(KVStoreError):
+    """A lease or reservation cannot be used."""
+
+
+class LeaseExpiredError(LeaseError):
+    """The lease ran out before it was released: what was read under it is not trustworthy."""
+
+
+class LeaseNotHeldError(LeaseError):
+    """The lease or reservation was ended before, or belongs to another store."""

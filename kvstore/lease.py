@@ -1,0 +1,104 @@
+"""Leases and reservations: what a caller holds while bytes move.
+
+A :class:`Lease` keeps the blocks of one hit where they are; a :class:`Reservation` holds slots for
+blocks that are about to be written. Both are plain records of *where the bytes are*: block ``i``
+lies in the buffer of tier ``tier_names[tiers[i]]`` at ``offsets[i] : offsets[i] + block_bytes``,
+in the order of :attr:`kvstore.KVLayout.shape`. The caller copies the bytes itself, then ends the
+record exactly once; ending it a second time is refused and counted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from kvstore.namespace import Namespace
+    from kvstore.pool import Pool
+
+
+@dataclass(slots=True, eq=False)
+class _Held:
+    store: Pool = field(repr=False)
+    namespace: Namespace = field(repr=False)
+    block_ids: NDArray[np.int32] = field(repr=False)
+    """int32 ``[num_blocks]``: rows of the pool's block table."""
+    tiers: NDArray[np.int8] = field(repr=False)
+    """int8 ``[num_blocks]``: index into ``store.tier_names``."""
+    offsets: NDArray[np.int64] = field(repr=False)
+    """int64 ``[num_blocks]``: byte offset in that tier's buffer."""
+    expires_at: float
+    """Monotonic seconds after which the record no longer protects anything."""
+    held_id: int = 0
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks held."""
+        return len(self.block_ids)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of each block."""
+        return self.namespace.layout.block_bytes
+
+
+@dataclass(slots=True, eq=False)
+class Lease(_Held):
+    """The leading blocks of a prompt, protected from eviction and movement until released.
+
+    An empty lease (``num_blocks == 0``) is a miss and is released like any other. As a context
+    manager it is released at the end of the block.
+    """
+
+    @property
+    def hit_tokens(self) -> int:
+        """Leading tokens of the prompt whose KV need not be computed."""
+        return self.num_blocks * self.namespace.layout.block_tokens
+
+    def __enter__(self) -> Lease:
+        """Return the lease itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Release; raises :class:`LeaseExpiredError` if what was read may be wrong."""
+        self.store.release(self)
+
+
+@dataclass(slots=True, eq=False)
+class Reservation(_Held):
+    """Slots for the blocks of a prompt that the pool does not hold yet.
+
+    ``indices`` (int32 ``[num_blocks]``, ascending) are the positions in the prompt, in blocks, that
+    the caller is to write: those that exist, or that another writer is writing, are left out.
+    ``refused`` counts blocks that found no room. As a context manager it is committed at the end of
+    the block, or aborted when the block raises.
+    """
+
+    indices: NDArray[np.int32] = field(kw_only=True)
+    refused: int = field(default=0, kw_only=True)
+
+    def __enter__(self) -> Reservation:
+        """Return the reservation itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Commit, or abort when the body raised."""
+        if kind is None:
+            self.store.commit(self)
+        else:
+            self.store.abort(self)

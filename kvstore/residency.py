@@ -1,0 +1,467 @@
+"""Which block is in which tier: making room, moving, forgetting. The pool's half that owns the bytes.
+
+A block is *resident* while at least one tier has a copy of it. Tiers are ordered from the fastest
+down. Blocks are placed in the first tier that has room; a block committed above the last tier is
+copied one tier down in the background (write-through), so that evicting it later is only forgetting
+a copy. A block whose last copy goes leaves the index, together with everything below it in the tree:
+what is resident is always a usable prefix.
+
+Every block that somebody reads or writes has references; eviction never touches those. All methods
+are called with the pool's lock held, except the copying part of a move, which runs on the mover.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+import xxhash
+
+from kvstore.blocks import NO_CHECKSUM, NO_SLOT, BlockState, BlockTable
+from kvstore.events import BlockRemoved, EventLog
+from kvstore.tiers.arena import ALIGNMENT, Arena, slot_bytes
+from kvstore.tiers.dram import DramStore
+from radix import EvictionOrder, RadixTree, check_invariants
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+    from threading import RLock
+
+    from numpy.typing import NDArray
+
+    from kvstore.blocks import Ids
+    from kvstore.namespace import Namespace
+    from kvstore.tiers.mover import Mover
+    from kvstore.tiers.store import HostBlocks, Store
+    from radix import Node
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Tier:
+    """A store, the arena that divides it, and the policy that chooses its victims."""
+
+    name: str
+    store: Store
+    policy: EvictionOrder
+
+    def __post_init__(self) -> None:
+        """Divide the store's memory."""
+        self.arena = Arena(self.store.capacity_bytes)
+
+
+class NamespaceTree(RadixTree):
+    """The radix tree of one namespace."""
+
+    def __init__(self, namespace: Namespace, order: EvictionOrder) -> None:
+        """Make the empty tree of ``namespace``."""
+        super().__init__(namespace.key_bytes, order)
+        self.namespace = namespace
+
+
+class TierOrders(EvictionOrder):
+    """Tells the policies of all tiers; the last tier's one says what leaves the pool next."""
+
+    def __init__(self, policies: Sequence[EvictionOrder]) -> None:
+        """Forward to ``policies``, fastest tier first."""
+        self._policies = policies
+
+    def touch(self, path: Sequence[Node]) -> None:
+        """Tell every tier."""
+        for policy in self._policies:
+            policy.touch(path)
+
+    def split(self, upper: Node, lower: Node) -> None:
+        """Tell every tier."""
+        for policy in self._policies:
+            policy.split(upper, lower)
+
+    def remove(self, node: Node) -> None:
+        """Tell every tier."""
+        for policy in self._policies:
+            policy.remove(node)
+
+    def victim(self) -> Node | None:
+        """Victim of the last tier."""
+        return self._policies[-1].victim()
+
+    def __len__(self) -> int:
+        """Nodes known to the last tier."""
+        return len(self._policies[-1])
+
+    def __iter__(self) -> Iterator[Node]:
+        """Nodes known to the last tier, the next victim first."""
+        return iter(self._policies[-1])
+
+
+@dataclass(eq=False)
+class Move:
+    """Blocks on their way from one tier to another; each holds a reference until the move ends."""
+
+    ids: Ids
+    source: int
+    source_offsets: NDArray[np.int64]
+    target: int
+    target_offsets: NDArray[np.int64]
+    size_class: int
+    drop_source: bool
+
+
+class Residency:
+    """Blocks, slots and trees of all tiers.
+
+    Invariants (:meth:`check_invariants`, in this order; the pool adds those of leases):
+
+    1. table, arenas and trees keep their own invariants;
+    2. the blocks in the trees are exactly the RESERVED and READY rows;
+    3. no two blocks share a slot, and an arena's used slots are those of blocks and moves;
+    4. a tier's policy knows every node that has a block there, or a block in use.
+    """
+
+    def __init__(self, tiers: Sequence[Tier], mover: Mover, lock: RLock, events: EventLog) -> None:
+        """Start empty. ``lock`` is the pool's; moves take it to apply their results."""
+        self.tiers = tuple(tiers)
+        self.table = BlockTable(len(self.tiers))
+        self.trees: dict[bytes, NamespaceTree] = {}
+        self.order = TierOrders([tier.policy for tier in self.tiers])
+        self.moves: set[Move] = set()
+        self.counts: Counter[tuple[str, ...]] = Counter()
+        self._size_classes: list[int] = []
+        self._mover = mover
+        self._lock = lock
+        self._events = events
+
+    # -- blocks ---------------------------------------------------------------------------------
+
+    def place(self, namespace: Namespace, count: int) -> Ids:
+        """Make up to ``count`` RESERVED blocks with slots, in the fastest tiers that have room."""
+        size_class = self._size_class(namespace.layout.block_bytes)
+        placed: list[Ids] = []
+        missing = count
+        for index in range(len(self.tiers)):
+            offsets = self._take_slots(index, size_class, missing)
+            ids = self.table.allocate(len(offsets), size_class)
+            self.table.slots[index, ids] = offsets // ALIGNMENT
+            placed.append(ids)
+            missing -= len(ids)
+            if not missing:
+                break
+        return np.concatenate(placed)
+
+    def publish(self, ids: Ids, checksums: NDArray[np.uint64]) -> Ids:
+        """Make RESERVED ``ids`` READY and write them through; return those that were not GONE."""
+        self.table.checksums[ids] = checksums
+        ready: Ids = ids[self.table.states[ids] == BlockState.RESERVED]
+        self.table.states[ready] = BlockState.READY
+        for index in range(len(self.tiers) - 1):
+            here = ready[self.table.slots[index, ready] != NO_SLOT]
+            if len(here):
+                self.move(here, index, index + 1)
+        return ready
+
+    def pin(self, ids: Ids) -> None:
+        """Add a reference to each of ``ids`` (distinct)."""
+        self.table.refs[ids] += 1
+
+    def unpin(self, ids: Ids) -> None:
+        """Drop a reference from each of ``ids``; free those that are GONE and unused."""
+        self.table.refs[ids] -= 1
+        unused = ids[(self.table.refs[ids] == 0) & (self.table.states[ids] == BlockState.GONE)]
+        if len(unused):
+            self._free(unused)
+
+    def where(self, ids: Ids) -> tuple[NDArray[np.int8], NDArray[np.int64]]:
+        """Fastest tier (int8) and byte offset there (int64) of each block."""
+        slots = self.table.slots[:, ids]
+        tiers = (slots != NO_SLOT).argmax(axis=0)
+        return tiers.astype(np.int8), slots[tiers, np.arange(len(ids))].astype(np.int64) * ALIGNMENT
+
+    def checksums(
+        self, ids: Ids, tiers: NDArray[np.int8], offsets: NDArray[np.int64]
+    ) -> NDArray[np.uint64]:
+        """Checksums of the bytes of blocks that lie in host memory, ``NO_CHECKSUM`` for the others."""
+        sums = np.full(len(ids), NO_CHECKSUM, np.uint64)
+        for index, tier in enumerate(self.tiers):
+            here = np.flatnonzero(tiers == index)
+            if len(here) and isinstance(tier.store, DramStore):
+                size = self._size_classes[int(self.table.size_classes[ids[0]])]
+                sums[here] = _checksums(tier.store.blocks(offsets[here], size))
+        return sums
+
+    # -- moving ---------------------------------------------------------------------------------
+
+    def move(
+        self, ids: Ids, source: int, target: int, *, drop_source: bool = False
+    ) -> int | None:
+        """Start copying READY ``ids`` to tier ``target``, the first ones first.
+
+        Returns:
+            How many found room there, or None when the mover takes no more moves now.
+        """
+        size_class = int(self.table.size_classes[ids[0]])
+        self.pin(ids)
+        offsets = self._take_slots(target, size_class, len(ids))
+        moving, rest = ids[: len(offsets)], ids[len(offsets) :]
+        self.unpin(rest)
+        if not len(moving):
+            return 0
+        starts = self.table.slots[source, moving].astype(np.int64) * ALIGNMENT
+        move = Move(moving, source, starts, target, offsets, size_class, drop_source)
+        self.moves.add(move)
+        if self._mover.submit(partial(self._run, move)):
+            return len(moving)
+        self._finish(move, None)
+        return None
+
+    def drop_copies(self, ids: Ids, index: int) -> None:
+        """Free the slots that ``ids`` have in tier ``index``; each must have a copy elsewhere."""
+        self._release_slots(index, ids)
+        self.table.slots[index, ids] = NO_SLOT
+
+    def _run(self, move: Move) -> None:
+        """Copy the bytes of ``move`` (no lock held), then apply the result."""
+        checksums = None
+        try:
+            checksums = self._copy(move)
+        finally:
+            with self._lock:
+                self._finish(move, checksums)
+
+    def _copy(self, move: Move) -> NDArray[np.uint64]:
+        """Copy, and return the checksums of what passed through host memory."""
+        source, target = self.tiers[move.source].store, self.tiers[move.target].store
+        size = self._size_classes[move.size_class]
+        if isinstance(target, DramStore):
+            source.read_into(move.source_offsets, target.blocks(move.target_offsets, size))
+            return _checksums(target.blocks(move.target_offsets, size))
+        if not isinstance(source, DramStore):
+            raise TypeError("one side of a move must be host memory")
+        target.write_from(move.target_offsets, source.blocks(move.source_offsets, size))
+        return _checksums(source.blocks(move.source_offsets, size))
+
+    def _finish(self, move: Move, checksums: NDArray[np.uint64] | None) -> None:
+        """End ``move``: a block counts as arrived when its bytes are what its writer wrote."""
+        self.moves.discard(move)
+        ids, table = move.ids, self.table
+        arrived = np.zeros(len(ids), bool)
+        if checksums is not None:
+            known = table.checksums[ids]
+            right = (known == NO_CHECKSUM) | (known == checksums)
+            table.checksums[ids[right]] = checksums[right]
+            arrived = (
+                right
+                & (table.states[ids] == BlockState.READY)
+                & (table.slots[move.target, ids] == NO_SLOT)
+            )
+            if not right.all():
+                self.discard_corrupt(list(self._nodes()), ids[~right])
+        self.tiers[move.target].arena.release(
+            self._slot_size(move.size_class), move.target_offsets[~arrived]
+        )
+        table.slots[move.target, ids[arrived]] = move.target_offsets[arrived] // ALIGNMENT
+        names = self.tiers[move.source].name, self.tiers[move.target].name
+        self.counts["moved_blocks", *names] += int(arrived.sum())
+        self.counts["failed_moves", *names] += int((~arrived).sum())
+        if move.drop_source:  # only what nobody else uses: a leased block stays where it is
+            self.drop_copies(ids[arrived & (table.refs[ids] == 1)], move.source)
+        self.unpin(ids)
+
+    # -- making room ----------------------------------------------------------------------------
+
+    def _take_slots(self, index: int, size_class: int, count: int) -> NDArray[np.int64]:
+        """Up to ``count`` slots of tier ``index``, evicting what the policy says."""
+        arena, slot_size = self.tiers[index].arena, self._slot_size(size_class)
+        count = min(count, arena.capacity_slots(slot_size))
+        offsets = arena.allocate(slot_size, count)
+        while len(offsets) < count and self._evict(index, size_class, count - len(offsets)):
+            offsets = np.concatenate([offsets, arena.allocate(slot_size, count - len(offsets))])
+        return offsets
+
+    def _evict(self, index: int, size_class: int, count: int) -> bool:
+        """Free about ``count`` slots of tier ``index``; say whether any slot came free."""
+        policy, table = self.tiers[index].policy, self.table
+        for _ in range(len(policy)):
+            node = policy.victim()
+            if node is None or count <= 0:
+                return False
+            ids = node.blocks
+            here = table.slots[index, ids] != NO_SLOT
+            unused = table.refs[ids] == 0
+            free = np.flatnonzero(here & unused)
+            if not len(free):
+                if here.any() or not unused.all():
+                    policy.touch(
+                        node.path()
+                    )  # in use, hence recent; its ancestors stay more recent
+                else:
+                    policy.remove(node)
+            elif table.size_classes[ids[0]] != size_class:
+                if self._empty_slab(index, int(table.slots[index, ids[free[-1]]]) * ALIGNMENT):
+                    return True
+                policy.touch(node.path())
+            else:
+                if self._give_up(index, node, free[-count:]):
+                    return True
+                count -= len(free)  # under way to the next tier: their slots come free later
+        return False
+
+    def _give_up(self, index: int, node: Node, positions: NDArray[np.intp]) -> bool:
+        """Let go of unused blocks of ``node`` in tier ``index``; say whether any slot came free."""
+        used = self.tiers[index].arena.used_bytes
+        ids = node.blocks[positions]
+        spare = (self.table.slots[:, ids] != NO_SLOT).sum(axis=0) > 1
+        self.drop_copies(ids[spare], index)
+        self.counts["evicted_blocks", self.tiers[index].name, "copy_elsewhere"] += int(spare.sum())
+        if len(only := positions[~spare]):
+            moved = self._demote(node, ids[~spare], index) if index + 1 < len(self.tiers) else 0
+            if moved is not None and moved < len(only) and node.parent is not None:
+                self._trim(node, int(only[moved]), "capacity")
+        return self.tiers[index].arena.used_bytes < used
+
+    def _demote(self, node: Node, ids: Ids, index: int) -> int | None:
+        self.tiers[index + 1].policy.touch(node.path())
+        return self.move(ids, index, index + 1, drop_source=True)
+
+    def _empty_slab(self, index: int, offset: int) -> bool:
+        """Evict every unused block of the slab at ``offset``; say whether the slab is empty then."""
+        start, stop = self.tiers[index].arena.slab_range(offset)
+        slots = self.table.slots[index]
+        mates = np.flatnonzero((slots >= start // ALIGNMENT) & (slots < stop // ALIGNMENT)).astype(
+            np.int32
+        )
+        if self.table.refs[mates].any() or any(
+            move.target == index
+            and ((move.target_offsets >= start) & (move.target_offsets < stop)).any()
+            for move in self.moves
+        ):
+            return False
+        for node in list(self._nodes()):
+            positions = np.flatnonzero(np.isin(node.blocks, mates))
+            if node.parent is not None and len(positions):
+                self._give_up(index, node, positions)
+        return not (self.table.slots[index, mates] != NO_SLOT).any()
+
+    # -- forgetting -----------------------------------------------------------------------------
+
+    def detach(self, nodes: Iterable[Node], ids: Ids, reason: str) -> None:
+        """Remove those of ``ids`` that are in ``nodes`` from the index, and all blocks below them."""
+        for node in nodes:
+            hits = np.isin(node.blocks, ids)
+            if node.parent is not None and hits.any():
+                self._trim(node, int(hits.argmax()), reason)
+
+    def discard_corrupt(self, nodes: Iterable[Node], ids: Ids) -> None:
+        """Remove blocks whose bytes are not what their writer wrote."""
+        self.counts["corrupt_blocks",] += len(ids)
+        logger.error("%d blocks do not match their checksums and are dropped", len(ids))
+        self.detach(nodes, ids, "corrupt")
+
+    def _trim(self, node: Node, keep: int, reason: str) -> None:
+        """Take the blocks of ``node`` from ``keep`` on, and all below, out of the index and free them."""
+        tree = node.tree
+        if self._events.active:
+            self._tell_removed(node, keep)
+        ids = tree.trim(node, keep)
+        ready = ids[self.table.states[ids] == BlockState.READY]
+        tiers, _ = self.where(ready)
+        for index, count in enumerate(np.bincount(tiers, minlength=len(self.tiers)).tolist()):
+            self.counts["evicted_blocks", self.tiers[index].name, reason] += count
+        self.table.states[ids] = BlockState.GONE
+        self._free(ids[self.table.refs[ids] == 0])
+        if isinstance(tree, NamespaceTree) and not tree.num_blocks:
+            self.trees.pop(tree.namespace.digest, None)
+
+    def _free(self, ids: Ids) -> None:
+        for index in range(len(self.tiers)):
+            self._release_slots(index, ids[self.table.slots[index, ids] != NO_SLOT])
+        self.table.free(ids)
+
+    def _release_slots(self, index: int, ids: Ids) -> None:
+        classes = self.table.size_classes[ids]
+        for size_class in np.unique(classes).tolist():
+            slots = self.table.slots[index, ids[classes == size_class]].astype(np.int64)
+            self.tiers[index].arena.release(self._slot_size(size_class), slots * ALIGNMENT)
+
+    def _tell_removed(self, node: Node, keep: int) -> None:
+        tree = node.tree
+        assert isinstance(tree, NamespaceTree)
+        for gone in [node, *_below(node)]:
+            prefix = tree.prefix(gone)
+            first = len(prefix) // tree.key_bytes - len(gone.blocks)
+            ready = np.flatnonzero(self.table.states[gone.blocks] == BlockState.READY)
+            ready = ready[ready >= keep] if gone is node else ready
+            for run in np.split(ready, np.flatnonzero(np.diff(ready) != 1) + 1):
+                if len(run):
+                    start, stop = first + int(run[0]), first + int(run[-1]) + 1
+                    key = prefix[: stop * tree.key_bytes]
+                    self._events.publish(BlockRemoved(tree.namespace.digest, key, start, stop))
+
+    def _nodes(self) -> Iterator[Node]:
+        for tree in self.trees.values():
+            yield from tree.walk()
+
+    def _size_class(self, block_bytes: int) -> int:
+        if block_bytes not in self._size_classes:
+            self._size_classes.append(block_bytes)
+        return self._size_classes.index(block_bytes)
+
+    def _slot_size(self, size_class: int) -> int:
+        return slot_bytes(self._size_classes[size_class])
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError naming the first broken invariant."""
+        table = self.table
+        table.check_invariants()
+        for tier in self.tiers:
+            tier.arena.check_invariants()
+        for tree in self.trees.values():
+            check_invariants(tree)
+        nodes = list(self._nodes())
+        indexed = (
+            np.sort(np.concatenate([node.blocks for node in nodes]))
+            if nodes
+            else np.empty(0, np.int32)
+        )
+        visible = (table.states == BlockState.RESERVED) | (table.states == BlockState.READY)
+        assert np.array_equal(indexed, np.flatnonzero(visible)), (
+            "2: blocks in trees = RESERVED and READY rows"
+        )
+        for index, tier in enumerate(self.tiers):
+            rows = np.flatnonzero(table.slots[index] != NO_SLOT)
+            starts = [table.slots[index, rows].astype(np.int64) * ALIGNMENT]
+            sizes = [self._slot_size(int(size_class)) for size_class in table.size_classes[rows]]
+            for move in self.moves:
+                if move.target == index:
+                    starts.append(move.target_offsets)
+                    sizes += [self._slot_size(move.size_class)] * len(move.target_offsets)
+            taken = np.concatenate(starts)
+            assert len(np.unique(taken)) == len(taken), "3: no two blocks share a slot"
+            assert tier.arena.used_bytes == sum(sizes), (
+                "3: used slots are those of blocks and moves"
+            )
+            known = set(tier.policy)
+            for node in nodes:
+                needed = (table.slots[index, node.blocks] != NO_SLOT) | (
+                    table.refs[node.blocks] > 0
+                )
+                assert node in known or not needed.any(), (
+                    "4: the policy knows nodes with blocks here or in use"
+                )
+
+
+def _below(node: Node) -> Iterator[Node]:
+    nodes = list(node.children.values())
+    while nodes:
+        below = nodes.pop()
+        yield below
+        nodes.extend(below.children.values())
+
+
+def _checksums(blocks: HostBlocks) -> NDArray[np.uint64]:
+    """xxh3-64 of each block, never ``NO_CHECKSUM``."""
+    return np.array([xxhash.xxh3_64_intdigest(block.data) or 1 for block in blocks], np.uint64)

@@ -1,0 +1,370 @@
+"""Contract suites: inherit one, give it the object, and get its tests.
+
+The suites read back past the object under test wherever they can.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from kvstore.errors import LeaseNotHeldError, TooLargeError, UsageError
+from kvstore.namespace import KVLayout, Namespace
+from kvstore.testing.doubles import pattern
+from radix import RadixTree
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvstore.lease import Lease, Reservation
+    from kvstore.pool import Pool
+    from kvstore.tiers.store import Store
+    from radix import EvictionOrder
+
+PAGE = 4096
+
+
+class StoreContract(ABC):
+    """Every :class:`kvstore.tiers.store.Store`."""
+
+    @abstractmethod
+    def make_store(self, capacity_bytes: int) -> Store:
+        """Return an open store."""
+
+    def raw(self, store: Store) -> np.ndarray:
+        """All bytes of ``store`` as a host array."""
+        return np.asarray(store.buffer)
+
+    def test_moves_exactly_the_named_blocks(self) -> None:
+        """Batches land at their offsets, whole, and nowhere else."""
+        store = self.make_store(8 * PAGE)
+        rng = np.random.default_rng(1)
+        blocks = [rng.integers(0, 256, PAGE, dtype=np.uint8) for _ in range(3)]
+        before = self.raw(store).copy()
+        offsets = np.array([6 * PAGE, 0, 3 * PAGE], np.int64)
+        store.write_from(offsets, blocks)
+        expected = before
+        for offset, block in zip(offsets, blocks, strict=True):
+            expected[offset : offset + PAGE] = block
+        np.testing.assert_array_equal(self.raw(store), expected)
+        targets = [np.zeros(PAGE, np.uint8) for _ in range(3)]
+        store.read_into(offsets, targets)
+        np.testing.assert_array_equal(targets, blocks)
+        store.close()
+
+    def test_empty_batch(self) -> None:
+        """Moving nothing is fine."""
+        store = self.make_store(PAGE)
+        store.write_from(np.empty(0, np.int64), [])
+        store.read_into(np.empty(0, np.int64), [])
+        store.close()
+
+    def test_disjoint_moves_from_threads(self) -> None:
+        """Calls for disjoint ranges may run at the same time."""
+        store = self.make_store(16 * PAGE)
+
+        def write(worker: int) -> None:
+            for _ in range(50):
+                store.write_from(
+                    np.arange(4 * worker, 4 * worker + 4) * PAGE,
+                    [np.full(PAGE, worker, np.uint8)] * 4,
+                )
+
+        threads = [threading.Thread(target=write, args=(worker,)) for worker in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for worker in range(4):
+            assert (self.raw(store)[worker * 4 * PAGE : (worker + 1) * 4 * PAGE] == worker).all()
+        store.close()
+
+
+class OrderContract(ABC):
+    """Every :class:`radix.EvictionOrder`."""
+
+    @abstractmethod
+    def make_order(self) -> EvictionOrder:
+        """Return an order that knows no node."""
+
+    def tree(self) -> RadixTree:
+        """Return a tree over one-byte keys that tells a new order."""
+        return RadixTree(4, self.make_order())
+
+    def insert(self, tree: RadixTree, tokens: Sequence[int]) -> None:
+        """Insert ``tokens`` (a block each) with fresh ids."""
+        known = tree.match(tokens).num_blocks
+        first = max((int(node.blocks.max()) + 1 for node in tree.walk()), default=0)
+        tree.insert(tokens, np.arange(first, first + len(tokens) - known, dtype=np.int32))
+
+    def test_knows_what_is_in_the_tree(self) -> None:
+        """Splits, merges and trims leave exactly the tree's nodes known."""
+        tree = self.tree()
+        for tokens in ([1, 2, 3], [1, 2, 4], [5], [1, 2, 3, 6], [1, 7]):
+            self.insert(tree, tokens)
+            assert set(tree.order) == set(tree.walk())
+            assert len(tree.order) == tree.num_nodes
+        while tree.num_blocks:
+            tree.evict(1)
+            assert set(tree.order) == set(tree.walk())
+
+    def test_asking_changes_nothing(self) -> None:
+        """The victim stays the same until it is removed or touched."""
+        tree = self.tree()
+        assert tree.order.victim() is None
+        self.insert(tree, [1])
+        self.insert(tree, [2])
+        victim = tree.order.victim()
+        assert victim is not None
+        assert tree.order.victim() is victim
+        tree.trim(victim, 0)
+        assert tree.order.victim() is not victim
+
+    def test_every_block_can_be_evicted_once(self) -> None:
+        """Evicting one by one returns every id once and ends."""
+        tree = self.tree()
+        for tokens in ([1, 2, 3], [1, 2, 4], [9, 9, 9], [1, 8]):
+            self.insert(tree, tokens)
+        total = tree.num_blocks
+        ids = np.concatenate([tree.evict(1) for _ in range(total)])
+        assert len(np.unique(ids)) == total
+        assert tree.num_blocks == 0
+
+    def test_forgets_strangers_silently(self) -> None:
+        """Removing a node that is not known is ignored."""
+        order = self.make_order()
+        tree = RadixTree(4)
+        self.insert(tree, [1])
+        order.remove(next(tree.walk()))
+        assert len(order) == 0
+
+
+class ClientContract(ABC):
+    """Every store that engines talk to: the embedded pool, and clients of a daemon."""
+
+    layout = KVLayout(num_layers=1, num_kv_heads=1, head_dim=8, dtype="float32", block_tokens=4)
+    namespace = Namespace(b"weights", layout)
+
+    @abstractmethod
+    def make_store(self, num_blocks: int) -> Pool:
+        """Return an empty store with room for ``num_blocks`` blocks of ``layout``."""
+
+    def put(self, store: Pool, tokens: Sequence[int], namespace: Namespace | None = None) -> int:
+        """Store the pattern of every missing block of ``tokens``."""
+        reservation = store.reserve(namespace or self.namespace, tokens)
+        self.fill(store, reservation, tokens)
+        return store.commit(reservation)
+
+    def fill(self, store: Pool, held: Reservation, tokens: Sequence[int]) -> None:
+        """Write patterns into reserved slots."""
+        for index, slot in zip(held.indices.tolist(), self.slots(store, held), strict=True):
+            slot[:] = pattern(held.namespace, _prefix(tokens, index + 1, held.namespace))
+
+    def slots(self, store: Pool, held: Lease | Reservation) -> list[np.ndarray]:
+        """Views of the held blocks' bytes."""
+        names = [store.tier_names[tier] for tier in held.tiers.tolist()]
+        return [
+            np.asarray(store.buffer(name))[offset : offset + held.block_bytes]
+            for name, offset in zip(names, held.offsets.tolist(), strict=True)
+        ]
+
+    def check(self, store: Pool, lease: Lease, tokens: Sequence[int]) -> None:
+        """Assert that every leased block has its own bytes."""
+        for index, slot in enumerate(self.slots(store, lease)):
+            np.testing.assert_array_equal(
+                slot, pattern(lease.namespace, _prefix(tokens, index + 1, lease.namespace))
+            )
+
+    def test_a_stored_prefix_is_found_and_right(self) -> None:
+        """Whole blocks, never the last token, right bytes."""
+        with self.make_store(16) as store:
+            tokens = list(range(20))
+            assert self.put(store, tokens) == 5
+            for length in range(40):
+                asked = (tokens + list(range(100, 120)))[:length]
+                expected = 4 * (min(20, max(0, length - 1)) // 4)
+                assert store.lookup(self.namespace, asked) == expected, length
+                with store.acquire(self.namespace, asked) as lease:
+                    assert lease.hit_tokens == expected
+                    self.check(store, lease, asked)
+
+    def test_a_difference_at_any_position_ends_the_hit_there(self) -> None:
+        """Every token of a block counts, also its last."""
+        with self.make_store(16) as store:
+            tokens = list(range(16))
+            self.put(store, tokens)
+            for position in range(16):
+                changed = [*tokens, 99]
+                changed[position] += 1000
+                assert store.lookup(self.namespace, changed) == position // 4 * 4
+
+    def test_not_visible_before_commit(self) -> None:
+        """Reserved is absent, committed is present, aborted is absent."""
+        with self.make_store(16) as store:
+            tokens = list(range(9))
+            first = store.reserve(self.namespace, tokens)
+            assert first.indices.tolist() == [0, 1]
+            assert store.lookup(self.namespace, tokens) == 0
+            second = store.reserve(self.namespace, tokens)
+            assert second.num_blocks == 0, "what one writer writes is not handed to another"
+            store.abort(first)
+            assert store.lookup(self.namespace, tokens) == 0
+            store.commit(second)
+            assert self.put(store, tokens) == 2
+            assert store.lookup(self.namespace, tokens) == 8
+
+    def test_blocks_behind_an_aborted_one_never_show(self) -> None:
+        """A prefix with a hole is not a prefix; the slots come back."""
+        with self.make_store(4) as store:
+            first = store.reserve(self.namespace, range(8))
+            second = store.reserve(self.namespace, range(16))
+            assert second.indices.tolist() == [2, 3]
+            assert store.commit(second) == 2
+            assert store.lookup(self.namespace, range(17)) == 0
+            store.abort(first)
+            assert store.lookup(self.namespace, range(17)) == 0
+            assert self.put(store, range(100, 116)) == 4
+
+    def test_ending_twice_is_refused(self) -> None:
+        """A lease or reservation ends once, and slots are freed once."""
+        with self.make_store(4) as store:
+            self.put(store, range(8))
+            lease = store.acquire(self.namespace, range(9))
+            store.release(lease)
+            with pytest.raises(LeaseNotHeldError):
+                store.release(lease)
+            reservation = store.reserve(self.namespace, range(16))
+            store.commit(reservation)
+            with pytest.raises(LeaseNotHeldError):
+                store.commit(reservation)
+            with pytest.raises(LeaseNotHeldError):
+                store.abort(reservation)
+            store.drain()
+            assert store.stats().held_blocks == 0
+
+    def test_leased_blocks_survive_pressure(self) -> None:
+        """Other writers evict around a lease, never through it."""
+        with self.make_store(8) as store:
+            tokens = list(range(17))
+            self.put(store, tokens)
+            lease = store.acquire(self.namespace, tokens)
+            for start in range(1000, 3000, 100):
+                self.put(store, range(start, start + 16))
+            self.check(store, lease, tokens)
+            assert store.lookup(self.namespace, tokens) == 16
+            store.release(lease)
+            for start in range(5000, 7000, 100):
+                self.put(store, range(start, start + 32))
+            assert store.lookup(self.namespace, tokens) == 0
+
+    def test_nothing_evictable_is_an_answer(self) -> None:
+        """With every block leased, writers get no slots; afterwards they do."""
+        with self.make_store(4) as store:
+            self.put(store, range(16))
+            lease = store.acquire(self.namespace, range(17))
+            for start in range(1000, 1100):
+                reservation = store.reserve(self.namespace, range(start, start + 16))
+                assert (reservation.num_blocks, reservation.refused) == (0, 4)
+                store.commit(reservation)
+            store.release(lease)
+            assert self.put(store, range(1000, 1016)) == 4
+
+    def test_larger_than_the_store_is_refused_at_once(self) -> None:
+        """With both numbers; others go on."""
+        with self.make_store(4) as store:
+            with pytest.raises(TooLargeError, match=r"5 blocks.*holds 4"):
+                store.reserve(self.namespace, range(20))
+            assert self.put(store, range(16)) == 4
+            assert store.lookup(self.namespace, range(200)) == 16
+
+    def test_steady_state_does_not_decay(self) -> None:
+        """After hundreds of cycles every put succeeds, every recent prefix hits, nothing is held."""
+        with self.make_store(64) as store:
+            for cycle in range(600):
+                prompt = range(cycle * 100, cycle * 100 + 33)
+                assert self.put(store, prompt) == 8
+                with store.acquire(self.namespace, prompt) as lease:
+                    assert lease.num_blocks == 8
+                if cycle > 2:
+                    older = range((cycle - 2) * 100, (cycle - 2) * 100 + 33)
+                    with store.acquire(self.namespace, older) as lease:
+                        assert lease.num_blocks == 8
+                        self.check(store, lease, older)
+            store.drain()
+            assert store.stats().held_blocks == 0
+
+    def test_namespaces_do_not_share(self) -> None:
+        """Same tokens, another salt, tenant, adapter or weights: no hit."""
+        others = [
+            Namespace(b"weights2", self.layout),
+            Namespace(b"weights", self.layout, adapter=b"a"),
+            Namespace(b"weights", self.layout, tenant=""),
+            Namespace(b"weights", self.layout, salt=""),
+            Namespace(b"weights", self.layout, tenant="x", salt="y"),
+            Namespace(b"weights", self.layout, tenant="xy"),
+        ]
+        with self.make_store(64) as store:
+            self.put(store, range(16))
+            for other in others:
+                assert store.lookup(other, range(17)) == 0
+                assert self.put(store, range(16), other) == 4
+            for namespace in [self.namespace, *others]:
+                with store.acquire(namespace, range(17)) as lease:
+                    assert lease.num_blocks == 4
+                    self.check(store, lease, range(17))
+
+    @pytest.mark.parametrize("tokens", [[1.5], [True], [-1], [2**31], [[1]], "ab", None, 7, {1: 2}])
+    def test_bad_tokens_are_refused(self, tokens: object) -> None:
+        """With an error, and without a trace."""
+        with self.make_store(4) as store:
+            for call in (store.lookup, store.acquire, store.reserve):
+                with pytest.raises(UsageError):
+                    call(self.namespace, tokens)
+            stats = store.stats()
+            assert (stats.num_leases, stats.num_reservations, stats.num_blocks) == (0, 0, 0)
+
+    def test_prompts_shorter_than_a_block(self) -> None:
+        """Nothing to hold, and everything still ends properly."""
+        with self.make_store(4) as store:
+            for length in range(4):
+                assert self.put(store, range(length)) == 0
+                with store.acquire(self.namespace, range(length)) as lease:
+                    assert lease.hit_tokens == 0
+            stats = store.stats()
+            assert (stats.num_leases, stats.num_reservations, stats.num_blocks) == (0, 0, 0)
+
+    def test_threads(self) -> None:
+        """Readers and writers of overlapping prompts under pressure: own bytes or a miss."""
+        errors: list[BaseException] = []
+
+        def work(store: Pool, seed: int) -> None:
+            rng = np.random.default_rng(seed)
+            try:
+                for _ in range(150):
+                    conversation = int(rng.integers(0, 12))
+                    tokens = [7] * 8 + [conversation] * int(rng.integers(1, 30))
+                    if rng.random() < 0.5:
+                        self.put(store, tokens)
+                    else:
+                        with store.acquire(self.namespace, tokens) as lease:
+                            self.check(store, lease, tokens)
+            except BaseException as error:  # noqa: BLE001  (told by the main thread)
+                errors.append(error)
+
+        with self.make_store(24) as store:
+            threads = [threading.Thread(target=work, args=(store, seed)) for seed in range(8)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            assert not errors, errors[0]
+            store.drain()
+            assert store.stats().held_blocks == 0
+
+
+def _prefix(tokens: Sequence[int], num_blocks: int, namespace: Namespace) -> bytes:
+    return np.array(list(tokens)[: num_blocks * namespace.layout.block_tokens], "<i4").tobytes()

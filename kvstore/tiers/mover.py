@@ -1,0 +1,94 @@
+"""Runs moves between tiers off the caller's path, a bounded number at a time."""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from concurrent.futures import ThreadPoolExecutor
+from threading import Condition
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+logger = logging.getLogger(__name__)
+
+
+class Mover(ABC):
+    """Runs jobs one after the other, in the order in which they were submitted.
+
+    A job is a callable that copies bytes and then tells the pool. It handles its own failures.
+    """
+
+    @abstractmethod
+    def submit(self, job: Callable[[], None]) -> bool:
+        """Take ``job``, or refuse it (False) because too many wait. Never blocks on other jobs."""
+
+    @abstractmethod
+    def drain(self) -> None:
+        """Wait until every job submitted so far has run. Not to be called from a job."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Run what was submitted, then stop. Submitting afterwards is refused."""
+
+
+class InlineMover(Mover):
+    """Runs each job at once, on the caller's thread: deterministic, for tests and simulation."""
+
+    def submit(self, job: Callable[[], None]) -> bool:
+        """Run ``job``."""
+        job()
+        return True
+
+    def drain(self) -> None:
+        """Nothing waits."""
+
+    def close(self) -> None:
+        """Nothing to stop."""
+
+
+class ThreadMover(Mover):
+    """One background thread with a bounded queue."""
+
+    def __init__(self, max_waiting: int) -> None:
+        """Start with an idle thread.
+
+        Args:
+            max_waiting: jobs that may wait; more are refused.
+        """
+        self._executor = ThreadPoolExecutor(1, "kvstore-mover")
+        self._max_waiting = max_waiting
+        self._waiting = 0
+        self._closed = False
+        self._changed = Condition()
+
+    def submit(self, job: Callable[[], None]) -> bool:
+        """Queue ``job``."""
+        with self._changed:
+            if self._closed or self._waiting >= self._max_waiting:
+                return False
+            self._waiting += 1
+            self._executor.submit(self._run, job)
+        return True
+
+    def drain(self) -> None:
+        """Wait until the queue is empty."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting == 0)
+
+    def close(self) -> None:
+        """Drain and end the thread."""
+        with self._changed:
+            self._closed = True
+        self._executor.shutdown(wait=True)
+
+    def _run(self, job: Callable[[], None]) -> None:
+        try:
+            job()
+        except Exception:  # thread top loop: a failed job must not end the mover
+            logger.exception("a move between tiers failed")
+        finally:
+            with self._changed:
+                self._waiting -= 1
+                self._changed.notify_all()

@@ -1,0 +1,21 @@
+"""The prefix index: a path-compressed radix tree over token blocks.
+
+A pure data structure (standard library and numpy): no I/O, no clock, no threads. See
+:mod:`radix.tree` for the algorithm.
+"""
+
+from radix.check import check_invariants
+from radix.order import LRU, EvictionOrder
+from radix.tokens import TokenError, token_bytes
+from radix.tree import Match, Node, RadixTree
+
+__all__ = [
+    "LRU",
+    "EvictionOrder",
+    "Match",
+    "Node",
+    "RadixTree",
+    "TokenError",
+    "check_invariants",
+    "token_bytes",
+]

@@ -1,0 +1,91 @@
+"""Which node to evict next: the policy interface, and least-recently-used.
+
+An order chooses and never acts. It is told of every use, split and removal of nodes, and is asked
+for a victim; the owner of the trees then trims it. One order may serve many trees.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from radix.tree import Node
+
+
+class EvictionOrder(ABC):
+    """Contract of an eviction policy.
+
+    Single-owner, no threads, no clock: recency is the order of the calls. A node that was never
+    touched, or was removed, is not known. Implementations keep O(1) state per known node.
+    """
+
+    @abstractmethod
+    def touch(self, path: Sequence[Node]) -> None:
+        """Note that the nodes of ``path`` (root side first) were stored or used just now."""
+
+    @abstractmethod
+    def split(self, upper: Node, lower: Node) -> None:
+        """Note that the known node ``lower`` lost its head to the new node ``upper``."""
+
+    @abstractmethod
+    def remove(self, node: Node) -> None:
+        """Forget ``node``; one that is not known is ignored."""
+
+    @abstractmethod
+    def victim(self) -> Node | None:
+        """Return the node whose tail should go first, or None when no node is known.
+
+        Changes nothing: asked again, it returns the same node until that is removed or touched.
+        """
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Number of known nodes."""
+
+    @abstractmethod
+    def __iter__(self) -> Iterator[Node]:
+        """Known nodes, the next victim first."""
+
+
+class LRU(EvictionOrder):
+    """Least recently used first, leaves before their ancestors.
+
+    A path is touched deepest-first, so a parent is always more recent than its children and the
+    oldest node is a leaf: O(1) per node, no heap.
+
+    Invariant: if a node and its parent are both known, the parent is the more recent one.
+    """
+
+    def __init__(self) -> None:
+        """Start with no node."""
+        self._nodes: OrderedDict[Node, None] = OrderedDict()
+
+    def touch(self, path: Sequence[Node]) -> None:
+        """Move ``path`` to the recent end, deepest node first."""
+        nodes = self._nodes
+        for node in reversed(path):
+            nodes[node] = None
+            nodes.move_to_end(node)
+
+    def split(self, upper: Node, lower: Node) -> None:
+        """Do nothing: the insert that splits touches ``upper`` next."""
+
+    def remove(self, node: Node) -> None:
+        """Forget ``node``."""
+        self._nodes.pop(node, None)
+
+    def victim(self) -> Node | None:
+        """Return the least recently used node."""
+        return next(iter(self._nodes), None)
+
+    def __len__(self) -> int:
+        """Number of known nodes."""
+        return len(self._nodes)
+
+    def __iter__(self) -> Iterator[Node]:
+        """Oldest first."""
+        return iter(self._nodes)

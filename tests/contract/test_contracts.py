@@ -1,0 +1,110 @@
+"""The contract suites of kvstore.testing, for everything in the product that implements them."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+import kvstore
+from kvstore.testing import ManualMover, small_pool
+from kvstore.testing.contracts import PAGE, ClientContract, OrderContract, StoreContract
+from kvstore.tiers.dram import DramStore
+from kvstore.tiers.mover import InlineMover, ThreadMover
+from radix import LRU
+
+
+class TestDramStore(StoreContract):
+    def make_store(self, capacity_bytes):
+        return DramStore(capacity_bytes, prefault=True)
+
+
+class TestGpuStoreOnTheCpuDevice(StoreContract):
+    device = "cpu"
+
+    def make_store(self, capacity_bytes):
+        pytest.importorskip("torch")
+        from kvstore.tiers.gpu import GpuStore
+
+        return GpuStore(capacity_bytes, self.device)
+
+    def raw(self, store):
+        return store.buffer.cpu().numpy()
+
+
+@pytest.mark.gpu
+class TestGpuStore(TestGpuStoreOnTheCpuDevice):
+    device = "cuda"
+
+
+class TestLRU(OrderContract):
+    def make_order(self):
+        return LRU()
+
+
+class TestOneTier(ClientContract):
+    def make_store(self, num_blocks):
+        return small_pool(num_blocks)
+
+
+class TestTwoTiersInline(ClientContract):
+    """A small tier in front: every hit and eviction moves blocks."""
+
+    def make_store(self, num_blocks):
+        return small_pool(max(1, num_blocks // 4), num_blocks)
+
+
+class TestOpened(ClientContract):
+    """What users open: settings, real clock, a mover thread, the gpu tier on the CPU device."""
+
+    def make_store(self, num_blocks):
+        pytest.importorskip("torch")
+        return kvstore.open(
+            dram=num_blocks * PAGE, gpu=max(1, num_blocks // 4) * PAGE, device="cpu", prefault=False
+        )
+
+
+@pytest.mark.parametrize("make", [InlineMover, ManualMover, lambda: ThreadMover(1000)])
+class TestMovers:
+    def test_runs_in_order_and_drains(self, make):
+        mover = make()
+        done = []
+        for number in range(100):
+            assert mover.submit(lambda number=number: done.append(number))
+        mover.drain()
+        assert done == list(range(100))
+        mover.close()
+
+    def test_close_runs_what_was_submitted(self, make):
+        mover = make()
+        done = []
+        mover.submit(lambda: done.append(1))
+        mover.close()
+        assert done == [1]
+
+
+def test_a_full_thread_mover_refuses_and_recovers():
+    mover = ThreadMover(2)
+    go = threading.Event()
+    assert mover.submit(go.wait)
+    assert mover.submit(lambda: None)
+    assert not mover.submit(lambda: None)
+    go.set()
+    mover.drain()
+    assert mover.submit(lambda: None)
+    mover.close()
+    assert not mover.submit(lambda: None)
+
+
+def test_a_failing_job_does_not_end_the_mover(caplog):
+    mover = ThreadMover(10)
+    done = []
+    mover.submit(lambda: 1 / 0)
+    mover.submit(lambda: done.append(1))
+    deadline = time.monotonic() + 10
+    mover.drain()
+    assert time.monotonic() < deadline
+    assert done == [1]
+    assert "division" in caplog.text
+    mover.close()
