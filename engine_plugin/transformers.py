@@ -134,6 +134,11 @@ class CachedModel:
             if self._adapter is not None:
                 self._adapter.fingerprint.refresh()
 
+    def namespace(self) -> Namespace | None:
+        """Return where the blocks of the model, as it is now, are kept; None when it is not cached."""
+        with self._lock:
+            return self._adapter.namespace() if self._adapter is not None else None
+
     @torch.no_grad()
     def prefill(self, tokens: object) -> Prefilled:
         """Compute a prompt, reusing stored blocks and offloading new ones.
