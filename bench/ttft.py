@@ -80,7 +80,9 @@ class NoStore:
     abort = release
 
 
-def ask(generate: Callable[..., torch.Tensor], prompt: torch.Tensor, answer_tokens: int = 1) -> float:
+def ask(
+    generate: Callable[..., torch.Tensor], prompt: torch.Tensor, answer_tokens: int = 1
+) -> float:
     """Generate greedily; return the seconds of the whole request."""
     start = time.perf_counter()
     generate(
@@ -128,7 +130,9 @@ class Bench:
         yield row(f"hit_{num_tokens}", "time to first token", hit_s * MILLI, "ms", cold_s * MILLI)
         yield Row(f"hit_{num_tokens}", "speedup", cold_s / hit_s, "x")
         plain_s = statistics.median(plains)
-        yield row(f"cold_{num_tokens}", "time to first token", cold_s * MILLI, "ms", plain_s * MILLI)
+        yield row(
+            f"cold_{num_tokens}", "time to first token", cold_s * MILLI, "ms", plain_s * MILLI
+        )
 
     def overhead(self, store: kvstore.Pool, num_tokens: int, pairs: int) -> Iterator[Row]:
         """Requests that never hit: with the store, with none, and with the model alone."""
@@ -148,17 +152,27 @@ class Bench:
             yield Row("overhead_0_hit", metric, with_s * MILLI, "ms", limit * MILLI, ratio)
 
 
-def rows(bench: Bench, store: kvstore.Pool, lengths: list[int], rounds: int, pairs: int) -> Iterator[Row]:
+def rows(
+    bench: Bench, store: kvstore.Pool, lengths: list[int], rounds: int, pairs: int
+) -> Iterator[Row]:
     """All cases, shortest first."""
     for num_tokens in lengths:
-        yield from bench.hits(store, num_tokens, rounds if num_tokens <= 2048 else max(1, rounds // 2))
+        yield from bench.hits(
+            store, num_tokens, rounds if num_tokens <= 2048 else max(1, rounds // 2)
+        )
     yield from bench.overhead(store, 1024, pairs)
 
 
 @click.command()
-@click.option("--model", "path", help="A model directory or GGUF file; by default SmolLM2-135M-Instruct.")
-@click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", show_default=True)
-@click.option("--rounds", default=5, show_default=True, help="Rounds up to 2048 tokens; half behind.")
+@click.option(
+    "--model", "path", help="A model directory or GGUF file; by default SmolLM2-135M-Instruct."
+)
+@click.option(
+    "--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", show_default=True
+)
+@click.option(
+    "--rounds", default=5, show_default=True, help="Rounds up to 2048 tokens; half behind."
+)
 @click.option("--pairs", default=15, show_default=True, help="Pairs of requests without a hit.")
 @click.option("--longest", default=LENGTHS[-1], show_default=True, help="Longest prompt.")
 @output_option

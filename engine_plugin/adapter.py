@@ -11,7 +11,7 @@ import inspect
 from typing import TYPE_CHECKING
 
 import torch
-from transformers import DynamicCache
+from transformers import AttentionInterface, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from engine_plugin import attention
@@ -71,7 +71,8 @@ class ModelAdapter:
 
     def _choose_attention(self, logits: torch.Tensor) -> None:
         """Take ours if that, or else the model's own, continues a cached prefix rightly."""
-        attention.register()
+        if attention.IMPLEMENTATION not in AttentionInterface():
+            attention.register()
         self.use_attention(attention.IMPLEMENTATION)
         if self._attention == attention.IMPLEMENTATION:
             try:

@@ -34,7 +34,19 @@ QUESTIONS = (
     "How many crates are stored in Fehmarn?",
 )
 PLACES = ("Norden", "Lindau", "Fehmarn", "Aurich", "Husum", "Meldorf", "Plau", "Templin", "Zeitz")
-KEEPERS = ("Ada", "Bruno", "Clara", "Dora", "Emil", "Frieda", "Georg", "Hanna", "Ida", "Jakob", "Karl")
+KEEPERS = (
+    "Ada",
+    "Bruno",
+    "Clara",
+    "Dora",
+    "Emil",
+    "Frieda",
+    "Georg",
+    "Hanna",
+    "Ida",
+    "Jakob",
+    "Karl",
+)
 GOODS = ("barley", "copper wire", "dried pears", "glass beads", "linen", "paper", "salt", "walnuts")
 
 
@@ -74,7 +86,9 @@ class Demo:
             {"role": "system", "content": f"Answer from this list.\n{document}"},
             {"role": "user", "content": question},
         ]
-        text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        text = self.tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True
+        )
         ids: torch.Tensor = self.tokenizer(text, return_tensors="pt").input_ids
         return ids.to(self.model.device)
 
@@ -104,7 +118,9 @@ class Demo:
 
 def entry(number: int) -> str:
     """One line of the stock list: all of them differ."""
-    place = PLACES[number % len(PLACES)] + (f" {number // len(PLACES)}" if number >= len(PLACES) else "")
+    place = PLACES[number % len(PLACES)] + (
+        f" {number // len(PLACES)}" if number >= len(PLACES) else ""
+    )
     good, keeper = GOODS[number * 5 % len(GOODS)], KEEPERS[number * 7 % len(KEEPERS)]
     return f"{place}: {17 + number * 37 % 419} crates of {good}, keeper {keeper}."
 
@@ -140,16 +156,40 @@ def measure(demo: Demo, cached: CachedModel, store: Pool, num_tokens: int) -> It
 
 def table(rows: Sequence[DemoRow]) -> str:
     """Return the rows for people, and what was asked and answered."""
-    headers = ["path", "prompt", "hit", "TTFT ms", "queue", "network", "prefill", "(load)", "sample"]
+    headers = [
+        "path",
+        "prompt",
+        "hit",
+        "TTFT ms",
+        "queue",
+        "network",
+        "prefill",
+        "(load)",
+        "sample",
+    ]
     lines: list[list[str | int]] = []
     base = 0.0
     for row in rows:
         base = row.ttft_ms if row.path == "cold" else base
-        parts = (row.ttft_ms, row.queue_ms, row.network_ms, row.prefill_ms, row.load_ms, row.sample_ms)
+        parts = (
+            row.ttft_ms,
+            row.queue_ms,
+            row.network_ms,
+            row.prefill_ms,
+            row.load_ms,
+            row.sample_ms,
+        )
         numbers = [f"{part:.1f}" for part in parts]
         same = "yes" if row.same_text else "NO"
         lines.append(
-            [row.path, row.prompt_tokens, row.hit_tokens, *numbers, f"{base / row.ttft_ms:.1f}x", same]
+            [
+                row.path,
+                row.prompt_tokens,
+                row.hit_tokens,
+                *numbers,
+                f"{base / row.ttft_ms:.1f}x",
+                same,
+            ]
         )
     text = render([*headers, "faster", "same text"], lines)
     answers = [f"  {row.question}\n    {row.answer}" for row in rows[-len(PATHS) :]]
@@ -173,10 +213,16 @@ def progress(length: int, label: str) -> Iterator[Callable[[str], None]]:
 
 
 @click.command()
-@click.option("--model", "path", help="A model directory or GGUF file; by default SmolLM2-135M-Instruct.")
-@click.option("--tokens", default="1024,4096,8064", show_default=True, help="Lengths of the prompts.")
+@click.option(
+    "--model", "path", help="A model directory or GGUF file; by default SmolLM2-135M-Instruct."
+)
+@click.option(
+    "--tokens", default="1024,4096,8064", show_default=True, help="Lengths of the prompts."
+)
 @click.option("--answer-tokens", default=24, show_default=True, help="Most tokens of an answer.")
-@click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", show_default=True)
+@click.option(
+    "--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", show_default=True
+)
 @output_option
 def demo(path: str | None, tokens: str, answer_tokens: int, dtype: str, output: str) -> None:
     """Show what a hit saves: one long document, several questions, on a real model."""

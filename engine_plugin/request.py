@@ -36,6 +36,7 @@ BYPASSING = {
     "output_attentions": "token_outputs",
     "output_hidden_states": "token_outputs",
     "custom_generate": "decoding",
+    "prefill_chunk_size": "decoding",  # older versions start it anew behind a filled cache
     "token_healing": "decoding",
     "penalty_alpha": "decoding",
     "dola_layers": "decoding",

@@ -21,6 +21,7 @@ import threading
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -42,6 +43,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_LOCKS: WeakKeyDictionary[PreTrainedModel, threading.RLock] = WeakKeyDictionary()
+"""One lock for each model, shared by those who wrap it for several tenants."""
+
 HEADROOM_TOKENS = 1024
 """Most new tokens that memory is taken for at once; for longer answers the cache grows."""
 
@@ -59,9 +63,9 @@ class Prefilled:
 class CachedModel:
     """A causal language model of Transformers whose prompts share prefixes through a store.
 
-    Thread-safe. The store stays the caller's. Cached requests compute with
-    :mod:`engine_plugin.attention` where the model would use ``"sdpa"``; a direct call of the model
-    may still find it set until :meth:`close`.
+    Thread-safe, also with others that wrap the same model. The store stays the caller's. Cached
+    requests compute with :mod:`engine_plugin.attention` where the model would use ``"sdpa"``: until
+    :meth:`close`, do not call the model itself from other threads.
     """
 
     def __init__(  # noqa: PLR0913 - one setting each
@@ -90,11 +94,12 @@ class CachedModel:
         """
         self._model, self._clock, self._chunk_tokens = model, clock, chunk_tokens
         self._prefixes = PrefixStore(store, verify=verify, on_failure=on_failure, clock=clock)
-        self._lock = threading.RLock()
+        self._lock = _LOCKS.setdefault(model, threading.RLock())
         self._of_thread = threading.local()
         self._adapter: ModelAdapter | None = None
         try:
-            self._adapter = ModelAdapter(model, store.block_tokens, tenant=tenant, salt=salt)
+            with self._lock:
+                self._adapter = ModelAdapter(model, store.block_tokens, tenant=tenant, salt=salt)
         except Exception as error:  # noqa: BLE001 - whatever the probe hits, the model still runs
             logger.warning("%s runs without a prefix cache: %s", type(model).__name__, error)
 
@@ -120,7 +125,7 @@ class CachedModel:
     @property
     def last(self) -> RequestStats:
         """What is known about the calling thread's last request."""
-        stats: RequestStats = self._of_thread.stats
+        stats: RequestStats = getattr(self._of_thread, "stats", RequestStats())
         return stats
 
     def stats(self) -> dict[str, int]:
@@ -128,16 +133,17 @@ class CachedModel:
         with self._lock:
             return dict(self._prefixes.counts)
 
+    def namespace(self) -> Namespace | None:
+        """Return the namespace of the model as it is now, or None if it cannot be cached now."""
+        with self._lock:
+            found = self._find_namespace(RequestStats())
+            return None if isinstance(found, str) else found[1]
+
     def refresh(self) -> None:
         """Hash the weights again: for changes that leave no sign."""
         with self._lock:
             if self._adapter is not None:
                 self._adapter.fingerprint.refresh()
-
-    def namespace(self) -> Namespace | None:
-        """Return where the blocks of the model, as it is now, are kept; None when it is not cached."""
-        with self._lock:
-            return self._adapter.namespace() if self._adapter is not None else None
 
     @torch.no_grad()
     def prefill(self, tokens: object) -> Prefilled:
@@ -241,8 +247,6 @@ class CachedModel:
             "logits_processor": first.processors(settings.arguments.get("logits_processor")),
             "stopping_criteria": first.criteria(settings.arguments.get("stopping_criteria")),
         }
-        if width - cache.get_seq_length() > self._chunk_tokens:
-            arguments.setdefault("prefill_chunk_size", self._chunk_tokens)
         output = self._model.generate(prompts.ids, **arguments)
         stats.prefill_s = first.computed_at - called - stats.queue_s
         stats.sample_s = first.sampled_at - first.computed_at
@@ -257,20 +261,24 @@ class CachedModel:
     def _fill(
         self, adapter: ModelAdapter, namespace: Namespace, cache: BufferCache, prompts: Prompts
     ) -> None:
-        """Load the prompts, and in a batch compute each up to its last token."""
-        width, alone = prompts.ids.shape[1], len(prompts.lengths) == 1
-        shown = width - 1
+        """Load the prompts, and compute what ``generate`` is not to compute at once.
+
+        Of a prompt alone it gets the last chunk; of a batch, the last token of every row.
+        """
+        width, alone, shown = prompts.ids.shape[1], len(prompts.lengths) == 1, 0
         for index, ids in enumerate(prompts.tokens()):
             pad = width - len(ids)
             cache.kv[:, :, index, :, :pad].zero_()  # masked, but NaN would spread all the same
             row = cache.row(index, pad)
             known = self._prefixes.load(namespace, ids, row.kv[:, :, 0], self.last)
-            if alone:  # generate computes the rest
-                shown = pad + known if known else 0
-            elif known < len(ids) - 1:
+            chunks = (len(ids) - 1 - known) // self._chunk_tokens
+            ready = known + chunks * self._chunk_tokens if alone else len(ids) - 1
+            if known < ready:
                 row.show(known)
-                adapter.compute(row, ids[:-1], known, self._chunk_tokens)
-                self._prefixes.save(namespace, ids[:-1], row.kv[:, :, 0], self.last)
+                adapter.compute(row, ids[:ready], known, self._chunk_tokens)
+                if not alone:
+                    self._prefixes.save(namespace, ids[:ready], row.kv[:, :, 0], self.last)
+            shown = pad + ready if ready else shown
         cache.show(shown)
 
     def _save_answers(

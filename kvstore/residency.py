@@ -195,9 +195,7 @@ class Residency:
 
     # -- moving ---------------------------------------------------------------------------------
 
-    def move(
-        self, ids: Ids, source: int, target: int, *, drop_source: bool = False
-    ) -> int | None:
+    def move(self, ids: Ids, source: int, target: int, *, drop_source: bool = False) -> int | None:
         """Start copying READY ``ids`` to tier ``target``, the first ones first.
 
         Returns:

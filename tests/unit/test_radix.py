@@ -204,7 +204,7 @@ def test_depth_ten_thousand_without_recursion():
     tree = RadixTree(4 * BLOCK)
     tree.insert(trunk, np.arange(depth, dtype=np.int32))
     key = token_bytes(trunk)
-    for cut in range(1, depth):
+    for cut in reversed(range(1, depth)):  # from the deepest: each split is near the root
         branch = key[: cut * 16] + token_bytes([2**30] * 4)
         tree.insert(branch, np.array([depth + cut], np.int32))
     assert len(tree.match(trunk).nodes) == depth
