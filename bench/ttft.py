@@ -112,7 +112,7 @@ class Bench:
 
     def hits(self, store: kvstore.Pool, num_tokens: int, rounds: int) -> Iterator[Row]:
         """Cold and hit of one length, alternately."""
-        colds, hits, plains = [], [], []
+        colds, hits = [], []
         with CachedModel(self.model, store) as cached:
             for _ in range(rounds):
                 prompt = self.prompt(num_tokens)
@@ -124,8 +124,7 @@ class Bench:
                 hits.append(cached.last.ttft_s)
                 expected = (num_tokens - NEW_TOKENS) // 16 * 16
                 assert cached.last.hit_tokens == expected, cached.last
-        for _ in range(rounds):
-            plains.append(ask(self.model.generate, self.prompt(num_tokens)))
+        plains = [ask(self.model.generate, self.prompt(num_tokens)) for _ in range(rounds)]
         hit_s, cold_s = statistics.median(hits), statistics.median(colds)
         yield row(f"hit_{num_tokens}", "time to first token", hit_s * MILLI, "ms", cold_s * MILLI)
         yield Row(f"hit_{num_tokens}", "speedup", cold_s / hit_s, "x")

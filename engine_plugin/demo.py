@@ -7,6 +7,7 @@ answer is compared with the one of the model alone, ``model.generate`` without k
 
 from __future__ import annotations
 
+import sys
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -202,12 +203,12 @@ def progress(length: int, label: str) -> Iterator[Callable[[str], None]]:
 
     Yields a function that is told what comes next; every call but the first ends a step.
     """
-    stream = click.get_text_stream("stderr")
-    if not stream.isatty():
+    if not sys.stderr.isatty():
         yield lambda text: click.echo(text, err=True)
         return
+    bar: Any
     with click.progressbar(
-        length=length, label=label, file=stream, item_show_func=lambda text: str(text or "")
+        length=length, label=label, file=sys.stderr, item_show_func=lambda text: str(text or "")
     ) as bar:
         yield lambda text: bar.update(1, text)
 
@@ -216,9 +217,7 @@ def progress(length: int, label: str) -> Iterator[Callable[[str], None]]:
 @click.option(
     "--model", "path", help="A model directory or GGUF file; by default SmolLM2-135M-Instruct."
 )
-@click.option(
-    "--tokens", default="1024,4096,8064", show_default=True, help="Lengths of the prompts."
-)
+@click.option("--tokens", default="1024,4096", show_default=True, help="Lengths of the prompts.")
 @click.option("--answer-tokens", default=24, show_default=True, help="Most tokens of an answer.")
 @click.option(
     "--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", show_default=True
