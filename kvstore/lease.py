@@ -51,8 +51,8 @@ class _Held:
 class Lease(_Held):
     """The leading blocks of a prompt, protected from eviction and movement until released.
 
-    An empty lease (``num_blocks == 0``) is a miss and is released like any other. As a context
-    manager it is released at the end of the block.
+    An empty lease (``num_blocks == 0``) is a miss: it holds nothing, and releasing it, however often,
+    does nothing. As a context manager a lease is released at the end of the block.
     """
 
     @property

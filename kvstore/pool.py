@@ -47,6 +47,9 @@ if TYPE_CHECKING:
 MAX_LEASES = 32000
 """A block counts its users in 16 bits."""
 
+HOLDS_NOTHING = 0
+"""Id of leases and reservations without blocks: ending them, however often, does nothing."""
+
 
 @dataclass(frozen=True)
 class TierStats:
@@ -169,7 +172,7 @@ class Pool:
             tiers, offsets = self._residency.where(ids)
             self._count_lookup(namespace, key, tiers)
             hold = _Hold(tree, key, ids, ids[:0], now + self._lease_timeout_s)
-            held_id = self._hold(self._leases, hold)
+            held_id = self._hold(self._leases, hold) if len(ids) else HOLDS_NOTHING
         return Lease(self, namespace, ids, tiers, offsets, hold.expires_at, held_id)
 
     def release(self, lease: Lease) -> None:
@@ -182,6 +185,8 @@ class Pool:
         """
         with self._lock:
             self._reap(self._clock())
+            if lease.held_id == HOLDS_NOTHING:
+                return
             hold = self._unhold(self._leases, lease, "lease")
             self._promote(hold.known)
             self._residency.unpin(hold.known)
@@ -231,16 +236,18 @@ class Pool:
             self._residency.pin(known)
             wanted = total - len(known)
             fresh = self._residency.place(namespace, wanted if self._may_hold() else 0)
-            if len(fresh):
-                self._residency.trees[namespace.digest] = tree
-                tree.insert(key[: (len(known) + len(fresh)) * namespace.key_bytes], fresh, found)
-            else:
-                tree.touch(found.nodes)
             refused = wanted - len(fresh)
             self._counts["refused_blocks",] += refused
             tiers, offsets = self._residency.where(fresh)
             hold = _Hold(tree, key, known, fresh, float("inf"))
-            held_id = self._hold(self._reservations, hold)
+            if len(fresh):
+                self._residency.trees[namespace.digest] = tree
+                tree.insert(key[: (len(known) + len(fresh)) * namespace.key_bytes], fresh, found)
+                held_id = self._hold(self._reservations, hold)
+            else:
+                tree.touch(found.nodes)
+                self._residency.unpin(known)
+                held_id = HOLDS_NOTHING
         indices = np.arange(len(known), len(known) + len(fresh), dtype=np.int32)
         return Reservation(
             self,
@@ -263,6 +270,8 @@ class Pool:
         Raises:
             LeaseNotHeldError: the reservation was ended before, or is not of this pool.
         """
+        if reservation.held_id == HOLDS_NOTHING:
+            return 0
         checksums = self._residency.checksums(
             reservation.block_ids, reservation.tiers, reservation.offsets
         )
@@ -287,11 +296,12 @@ class Pool:
         Raises:
             LeaseNotHeldError: the reservation was ended before, or is not of this pool.
         """
+        if reservation.held_id == HOLDS_NOTHING:
+            return
         with self._lock:
             hold = self._unhold(self._reservations, reservation, "reservation")
             self._counts["aborted_blocks",] += len(hold.fresh)
-            if len(hold.fresh):
-                self._residency.detach(hold.tree.match(hold.key).nodes, hold.fresh, "aborted")
+            self._residency.detach(hold.tree.match(hold.key).nodes, hold.fresh, "aborted")
             self._residency.unpin(np.concatenate([hold.known, hold.fresh]))
 
     # -- administration -------------------------------------------------------------------------

@@ -139,7 +139,7 @@ class PoolMachine(RuleBasedStateMachine):
         usable = min(known, max(0, len(tokens) - 1) // namespace.layout.block_tokens)
         hidden = self.first_hidden(namespace, prefixes)
         assert lease.num_blocks == min(usable, hidden), "all that is stored and visible is found"
-        self.held[lease.held_id] = (lease, prefixes)
+        self.held[id(lease)] = (lease, prefixes)
         return lease
 
     @precondition(lambda self: self.stored)
@@ -159,7 +159,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(lease=consumes(leases))
     def release(self, lease):
-        del self.held[lease.held_id]
+        del self.held[id(lease)]
         self.pool.release(lease)
         self.forget_evicted()
 

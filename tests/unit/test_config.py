@@ -102,13 +102,13 @@ def test_metrics_are_those_of_the_table_and_registries_do_not_clash():
         namespace = Namespace(b"w", KVLayout(1, 1, 8, "float32"))
         store.commit(store.reserve(namespace, range(40)))
         store.release(store.acquire(namespace, range(40)))
-        store.acquire(namespace, range(9))
+        store.acquire(namespace, range(40))
         text = generate_latest(registries[0]).decode()
         for name in COUNTERS:
             assert f"# TYPE kvstore_{name}_total counter" in text
         assert "kvstore_stored_blocks_total 2.0" in text
-        assert 'kvstore_lookup_tokens_total{source="dram"} 32.0' in text
-        assert 'kvstore_lookup_tokens_total{source="miss"} 17.0' in text
+        assert 'kvstore_lookup_tokens_total{source="dram"} 64.0' in text
+        assert 'kvstore_lookup_tokens_total{source="miss"} 16.0' in text
         assert 'kvstore_tier_capacity_bytes{tier="dram"} 1.048576e+06' in text
         assert "kvstore_leases 1.0" in text
         assert "kvstore_stored_blocks_total 0.0" in generate_latest(registries[1]).decode()
