@@ -158,6 +158,8 @@ def test_an_expired_lease_protects_nothing_and_says_so():
 
 def test_leases_of_another_pool_are_refused():
     first, second = small_pool(2), small_pool(2)
+    put(first, range(8))
+    put(second, range(8))
     lease = first.acquire(NAMESPACE, range(9))
     second.acquire(NAMESPACE, range(9))
     with pytest.raises(LeaseNotHeldError):
