@@ -178,7 +178,7 @@ def rows(
 )
 @click.option("--longest", default=LENGTHS[-1], show_default=True, help="Longest prompt.")
 @output_option
-def main(  # noqa: PLR0913  (one option each)
+def main(
     path: str | None, dtype: str, rounds: int, pairs: int, threads: int, longest: int, output: str
 ) -> None:
     """Measure time to first token."""

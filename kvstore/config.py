@@ -45,10 +45,10 @@ class Settings(BaseModel):
     """Seconds for which a lookup protects its blocks."""
     max_leases: int = Field(16384, ge=1, le=32000)
     """Leases and reservations held at once; beyond it lookups miss and nothing is stored."""
-    max_moves: int = Field(64, ge=1)
+    max_moves: int = Field(64, ge=1, le=500)
     """Moves between tiers that may wait; beyond it they are skipped."""
     max_event_bytes: ByteSize = Field(ByteSize(16 << 20), ge=0)
-    """Memory for events that nobody has read yet, in bytes."""
+    """Memory for the newest events, in bytes; nothing is kept before somebody reads."""
 
 
 def load_settings(

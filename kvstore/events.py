@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from itertools import islice
 from threading import Lock
 
 
@@ -82,9 +83,7 @@ class EventLog:
         with self._lock:
             self.active = True
             first = self._next - len(self._events)
-            events = [
-                self._events[index] for index in range(max(0, after - first), len(self._events))
-            ]
+            events = list(islice(self._events, max(0, after - first), None))
             return events, self._next, max(0, first - after)
 
 

@@ -44,8 +44,10 @@ def framed_digest(*parts: bytes | str | int | None) -> bytes:
             tag, data = b"b", part
         elif isinstance(part, str):
             tag, data = b"s", part.encode()
+        elif isinstance(part, int) and not isinstance(part, bool):
+            tag, data = b"i", str(part).encode()
         else:
-            tag, data = b"i", str(int(part)).encode()
+            raise UsageError(f"cannot digest {part!r}: only bytes, str, int and None")
         digest.update(tag + len(data).to_bytes(8, "little") + data)
     return digest.digest()
 
@@ -77,6 +79,12 @@ class KVLayout:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise UsageError(f"KVLayout.{name} must be a positive integer, got {value!r}")
+        for name in ("layer_start", "head_start"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                raise UsageError(f"KVLayout.{name} must be an integer >= 0, got {value!r}")
+        if self.attention not in ("mha", "mla"):
+            raise UsageError(f"KVLayout.attention must be 'mha' or 'mla', got {self.attention!r}")
         if self.block_tokens > MAX_BLOCK_TOKENS:
             raise UsageError(
                 f"KVLayout.block_tokens is {self.block_tokens}; at most {MAX_BLOCK_TOKENS} are allowed"
@@ -133,6 +141,8 @@ class Namespace:
 
     def __post_init__(self) -> None:
         """Refuse wrong types early: they would silently change the digest."""
+        if not isinstance(self.layout, KVLayout):
+            raise UsageError(f"Namespace.layout must be a KVLayout, got {self.layout!r}")
         if not isinstance(self.model, bytes) or not self.model:
             raise UsageError("Namespace.model must be the non-empty digest (bytes) of the weights")
         for name, kind in (("adapter", bytes), ("settings", bytes), ("tenant", str), ("salt", str)):

@@ -12,8 +12,9 @@ Writing, when blocks are computed::
     … copy the blocks reservation.indices into pool.buffer(tier) …
     pool.commit(reservation)                        # visible from here on; or pool.abort(reservation)
 
-*Threads.* Every method may be called from any thread. One lock guards all metadata and is held for
-microseconds; bytes are copied, hashed and checked outside it.
+*Threads.* Every method may be called from any thread. One lock guards all metadata: it is held for
+microseconds where something is found, for longer where much must be evicted to make room. Bytes are
+copied, hashed and checked outside it.
 
 *Ownership.* A reservation's bytes belong to its writer until commit; a lease's blocks may be read
 until its deadline. On CUDA, wait for the copies to finish before release or commit.
@@ -38,6 +39,8 @@ from kvstore.tokens import TOKEN_BYTES, block_keys
 if TYPE_CHECKING:
     from collections import Counter
     from collections.abc import Callable, Sequence
+
+    from numpy.typing import NDArray
 
     from kvstore.blocks import Ids
     from kvstore.namespace import Namespace
@@ -86,6 +89,9 @@ class _Hold:
     """Blocks leased; or, for a reservation, the known ones that the new ones follow."""
     fresh: Ids
     """Blocks being written; none for a lease."""
+    tiers: NDArray[np.int8]
+    offsets: NDArray[np.int64]
+    """Where the holder reads the leased blocks, or writes the fresh ones."""
     expires_at: float
 
 
@@ -95,8 +101,7 @@ class Pool:
     Invariants (:meth:`check_invariants`, in this order):
 
     1. those of :class:`kvstore.residency.Residency`;
-    2. a block has one reference for each lease, reservation and move that holds it, and no more;
-    3. a READY block follows READY blocks only, or one that is being written.
+    2. a block has one reference for each lease, reservation and move that holds it, and no more.
     """
 
     def __init__(
@@ -136,6 +141,7 @@ class Pool:
         self._leases: dict[int, _Hold] = {}
         self._reservations: dict[int, _Hold] = {}
         self._next_id = 1
+        self._closed = False
 
     # -- reading --------------------------------------------------------------------------------
 
@@ -167,13 +173,14 @@ class Pool:
             self._reap(now)
             tree, found, ids = self._find(namespace, key)
             ids = ids[: _usable(namespace, key, len(ids)) if self._may_hold() else 0]
-            tree.touch(found.nodes)
+            tree.touch(found)
             self._residency.pin(ids)
             tiers, offsets = self._residency.where(ids)
             self._count_lookup(namespace, key, tiers)
-            hold = _Hold(tree, key, ids, ids[:0], now + self._lease_timeout_s)
+            expires_at = now + self._lease_timeout_s
+            hold = _Hold(tree, b"", ids, ids[:0], tiers, offsets, expires_at)
             held_id = self._hold(self._leases, hold) if len(ids) else HOLDS_NOTHING
-        return Lease(self, namespace, ids, tiers, offsets, hold.expires_at, held_id)
+        return Lease(self, namespace, ids, tiers, offsets, expires_at, held_id)
 
     def release(self, lease: Lease) -> None:
         """End ``lease``; blocks that were read from a slower tier are promoted in the background.
@@ -188,7 +195,7 @@ class Pool:
             if lease.held_id == HOLDS_NOTHING:
                 return
             hold = self._unhold(self._leases, lease, "lease")
-            self._promote(hold.known)
+            self._spread(hold.known)
             self._residency.unpin(hold.known)
 
     def verify(self, lease: Lease) -> int:
@@ -205,15 +212,15 @@ class Pool:
             if hold is None or lease.store is not self:
                 return 0
             ids = hold.known
-            tiers, offsets = self._residency.where(ids)
             written = self._residency.table.checksums[ids]
-        sums = self._residency.checksums(ids, tiers, offsets)
+            self._residency.pin(ids)  # the lease may run out meanwhile
+        sums = self._residency.checksums(ids, hold.tiers, hold.offsets)
         wrong = (sums != NO_CHECKSUM) & (written != NO_CHECKSUM) & (sums != written)
-        if not wrong.any():
-            return len(ids)
         with self._lock:
-            self._residency.discard_corrupt(hold.tree.match(hold.key).nodes, ids[wrong])
-        return int(wrong.argmax())
+            if wrong.any():
+                self._residency.discard_corrupt(list(hold.tree.walk()), ids[wrong])
+            self._residency.unpin(ids)
+        return int(wrong.argmax()) if wrong.any() else len(ids)
 
     # -- writing --------------------------------------------------------------------------------
 
@@ -239,13 +246,13 @@ class Pool:
             refused = wanted - len(fresh)
             self._counts["refused_blocks",] += refused
             tiers, offsets = self._residency.where(fresh)
-            hold = _Hold(tree, key, known, fresh, float("inf"))
+            hold = _Hold(tree, key, known, fresh, tiers, offsets, float("inf"))
             if len(fresh):
                 self._residency.trees[namespace.digest] = tree
                 tree.insert(key[: (len(known) + len(fresh)) * namespace.key_bytes], fresh, found)
                 held_id = self._hold(self._reservations, hold)
             else:
-                tree.touch(found.nodes)
+                tree.touch(found)
                 self._residency.unpin(known)
                 held_id = HOLDS_NOTHING
         indices = np.arange(len(known), len(known) + len(fresh), dtype=np.int32)
@@ -272,11 +279,10 @@ class Pool:
         """
         if reservation.held_id == HOLDS_NOTHING:
             return 0
-        checksums = self._residency.checksums(
-            reservation.block_ids, reservation.tiers, reservation.offsets
-        )
         with self._lock:
             hold = self._unhold(self._reservations, reservation, "reservation")
+        checksums = self._residency.checksums(hold.fresh, hold.tiers, hold.offsets)
+        with self._lock:
             ready = self._residency.publish(hold.fresh, checksums)
             self._counts["stored_blocks",] += len(ready)
             if len(ready) and self.events.active:
@@ -336,8 +342,7 @@ class Pool:
         """Forget every block of every namespace. Blocks in use stay readable for those who hold them."""
         with self._lock:
             for tree in list(self._residency.trees.values()):
-                for node in list(tree.root.children.values()):
-                    self._residency.detach([node], node.blocks[:1], "cleared")
+                self._residency.clear(tree)
                 self.events.publish(AllBlocksCleared(tree.namespace.digest))
 
     def buffer(self, tier: str) -> Any:  # noqa: ANN401  (numpy array or torch tensor)
@@ -376,11 +381,20 @@ class Pool:
             )
 
     def close(self) -> None:
-        """Finish the moves and give the memory back. Leases and reservations end."""
+        """Finish the moves and give the memory back: from here on everything misses, and nothing is stored.
+
+        Leases and reservations should have ended before; those that have not hold nothing any more.
+        """
+        with self._lock:
+            self._closed = True
         self._mover.close()
         with self._lock:
+            for hold in [*self._leases.values(), *self._reservations.values()]:
+                self._residency.detach(list(hold.tree.walk()), hold.fresh, "aborted")
+                self._residency.unpin(np.concatenate([hold.known, hold.fresh]))
             self._leases.clear()
             self._reservations.clear()
+            self.clear()
             for tier in self._residency.tiers:
                 tier.store.close()
 
@@ -410,6 +424,8 @@ class Pool:
 
     def _may_hold(self) -> bool:
         """Whether one more lease or reservation may hold blocks; counted when not."""
+        if self._closed:
+            return False
         free = len(self._leases) + len(self._reservations) < self._max_leases
         self._counts["refused_leases",] += not free
         return free
@@ -441,14 +457,21 @@ class Pool:
             self._counts["expired_leases",] += 1
             self._residency.unpin(hold.known)
 
-    def _promote(self, ids: Ids) -> None:
-        """Copy READY blocks one tier up from where they are, leading blocks first."""
-        ids = ids[self._residency.table.states[ids] == BlockState.READY]
+    def _spread(self, ids: Ids) -> None:
+        """Copy READY blocks one tier up from where they are, and what no slower tier has yet, down.
+
+        Leading blocks first; one that is under way already is not moved again.
+        """
+        table = self._residency.table
+        ids = ids[table.states[ids] == BlockState.READY]
         tiers, _ = self._residency.where(ids)
-        for index in range(1, len(self.tier_names)):
-            below = ids[tiers == index]
-            if len(below):
-                self._residency.move(below, index, index - 1)
+        for index in range(len(self.tier_names)):
+            here = ids[tiers == index]
+            if index and len(here):
+                self._residency.move(here, index, index - 1)
+            only = here[(table.slots[index + 1 :, here] == NO_SLOT).all(axis=0)]
+            if len(only) and index + 1 < len(self.tier_names):
+                self._residency.move(only, index, index + 1)
 
     def _check_fits(self, namespace: Namespace, num_blocks: int) -> None:
         size = slot_bytes(namespace.layout.block_bytes)
@@ -486,12 +509,6 @@ class Pool:
             for move in self._residency.moves:
                 refs[move.ids] += 1
             assert np.array_equal(refs, table.refs), "2: one reference for each holder"
-            for tree in self._residency.trees.values():
-                for node in tree.walk():
-                    states = table.states[node.blocks]
-                    assert set(states.tolist()) <= {BlockState.RESERVED, BlockState.READY}, (
-                        "3: indexed states"
-                    )
 
 
 def _usable(namespace: Namespace, key: bytes, num_blocks: int) -> int:

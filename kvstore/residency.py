@@ -22,10 +22,11 @@ import numpy as np
 import xxhash
 
 from kvstore.blocks import NO_CHECKSUM, NO_SLOT, BlockState, BlockTable
+from kvstore.errors import UsageError
 from kvstore.events import BlockRemoved, EventLog
-from kvstore.tiers.arena import ALIGNMENT, Arena, slot_bytes
+from kvstore.tiers.arena import ALIGNMENT, MAX_SLABS, Arena, slot_bytes
 from kvstore.tiers.dram import DramStore
-from radix import EvictionOrder, RadixTree, check_invariants
+from radix import LRU, EvictionOrder, RadixTree, check_invariants
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -41,6 +42,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+MAX_TIER_BYTES = (2**31 - 1) * ALIGNMENT
+"""Slots are numbered by page in 32 bits: 8 TiB."""
+
+MAX_SKIPS = 256
+"""Nodes in use that one search for victims passes over: it ends early rather than hold the lock."""
+
 
 @dataclass
 class Tier:
@@ -49,10 +56,13 @@ class Tier:
     name: str
     store: Store
     policy: EvictionOrder
+    max_slabs: int = MAX_SLABS
 
     def __post_init__(self) -> None:
         """Divide the store's memory."""
-        self.arena = Arena(self.store.capacity_bytes)
+        if self.store.capacity_bytes > MAX_TIER_BYTES:
+            raise UsageError(f"tier {self.name} has more than {MAX_TIER_BYTES} bytes")
+        self.arena = Arena(self.store.capacity_bytes, self.max_slabs)
 
 
 class NamespaceTree(RadixTree):
@@ -101,7 +111,10 @@ class TierOrders(EvictionOrder):
 
 @dataclass(eq=False)
 class Move:
-    """Blocks on their way from one tier to another; each holds a reference until the move ends."""
+    """Blocks on their way to slots of another tier, or to other slots of the same one.
+
+    Each holds a reference until the move ends.
+    """
 
     ids: Ids
     source: int
@@ -201,6 +214,9 @@ class Residency:
         Returns:
             How many found room there, or None when the mover takes no more moves now.
         """
+        ids = ids[~np.isin(ids, self._under_way(target))]
+        if not len(ids):
+            return 0
         size_class = int(self.table.size_classes[ids[0]])
         self.pin(ids)
         offsets = self._take_slots(target, size_class, len(ids))
@@ -208,13 +224,30 @@ class Residency:
         self.unpin(rest)
         if not len(moving):
             return 0
-        starts = self.table.slots[source, moving].astype(np.int64) * ALIGNMENT
-        move = Move(moving, source, starts, target, offsets, size_class, drop_source)
+        move = self._move(moving, source, target, offsets, drop_source=drop_source)
+        return len(moving) if self._start(move) else None
+
+    def _move(
+        self, ids: Ids, source: int, target: int, offsets: NDArray[np.int64], *, drop_source: bool
+    ) -> Move:
+        starts = self.table.slots[source, ids].astype(np.int64) * ALIGNMENT
+        size_class = int(self.table.size_classes[ids[0]])
+        return Move(ids, source, starts, target, offsets, size_class, drop_source)
+
+    def _start(self, move: Move) -> bool:
+        """Hand ``move``, whose blocks are pinned, to the mover; undo it when that refuses."""
         self.moves.add(move)
-        if self._mover.submit(partial(self._run, move)):
-            return len(moving)
-        self._finish(move, None)
-        return None
+        started = False
+        try:
+            started = self._mover.submit(partial(self._run, move))
+        finally:
+            if not started:
+                self._finish(move, None)
+        return started
+
+    def _under_way(self, target: int) -> Ids:
+        ids = [move.ids for move in self.moves if move.target == target]
+        return np.concatenate(ids) if ids else np.empty(0, np.int32)
 
     def drop_copies(self, ids: Ids, index: int) -> None:
         """Free the slots that ``ids`` have in tier ``index``; each must have a copy elsewhere."""
@@ -226,14 +259,20 @@ class Residency:
         checksums = None
         try:
             checksums = self._copy(move)
-        finally:
-            with self._lock:
-                self._finish(move, checksums)
+        except Exception:  # whatever a device or driver raises: the blocks stay where they were
+            logger.exception("moving %d blocks failed", len(move.ids))
+        with self._lock:
+            self._finish(move, checksums)
 
     def _copy(self, move: Move) -> NDArray[np.uint64]:
         """Copy, and return the checksums of what passed through host memory."""
         source, target = self.tiers[move.source].store, self.tiers[move.target].store
         size = self._size_classes[move.size_class]
+        if move.source == move.target:
+            source.relocate(move.source_offsets, move.target_offsets, size)
+            if not isinstance(target, DramStore):
+                return np.full(len(move.ids), NO_CHECKSUM, np.uint64)
+            return _checksums(target.blocks(move.target_offsets, size))
         if isinstance(target, DramStore):
             source.read_into(move.source_offsets, target.blocks(move.target_offsets, size))
             return _checksums(target.blocks(move.target_offsets, size))
@@ -246,28 +285,36 @@ class Residency:
         """End ``move``: a block counts as arrived when its bytes are what its writer wrote."""
         self.moves.discard(move)
         ids, table = move.ids, self.table
-        arrived = np.zeros(len(ids), bool)
-        if checksums is not None:
-            known = table.checksums[ids]
-            right = (known == NO_CHECKSUM) | (known == checksums)
-            table.checksums[ids[right]] = checksums[right]
-            arrived = (
-                right
-                & (table.states[ids] == BlockState.READY)
-                & (table.slots[move.target, ids] == NO_SLOT)
-            )
-            if not right.all():
-                self.discard_corrupt(list(self._nodes()), ids[~right])
-        self.tiers[move.target].arena.release(
-            self._slot_size(move.size_class), move.target_offsets[~arrived]
-        )
+        arrived = self._arrived(move, checksums)
+        alone = table.refs[ids] == 1  # a block that others use stays where it is
+        if move.source == move.target:
+            arrived &= alone
+            self.drop_copies(ids[arrived], move.source)
+        arena = self.tiers[move.target].arena
+        arena.release(self._slot_size(move.size_class), move.target_offsets[~arrived])
         table.slots[move.target, ids[arrived]] = move.target_offsets[arrived] // ALIGNMENT
         names = self.tiers[move.source].name, self.tiers[move.target].name
         self.counts["moved_blocks", *names] += int(arrived.sum())
         self.counts["failed_moves", *names] += int((~arrived).sum())
-        if move.drop_source:  # only what nobody else uses: a leased block stays where it is
-            self.drop_copies(ids[arrived & (table.refs[ids] == 1)], move.source)
+        if move.drop_source:
+            self.drop_copies(ids[arrived & alone], move.source)
         self.unpin(ids)
+
+    def _arrived(self, move: Move, checksums: NDArray[np.uint64] | None) -> NDArray[np.bool_]:
+        """Which blocks of ``move`` may be used at their target; corrupt ones are discarded."""
+        ids, table = move.ids, self.table
+        if checksums is None:
+            return np.zeros(len(ids), bool)
+        known = table.checksums[ids]
+        right = (known == NO_CHECKSUM) | (checksums == NO_CHECKSUM) | (known == checksums)
+        fresh = right & (known == NO_CHECKSUM)
+        table.checksums[ids[fresh]] = checksums[fresh]
+        if not right.all():
+            self.discard_corrupt(list(self._nodes()), ids[~right])
+        missing = table.slots[move.target, ids] == NO_SLOT
+        ready = table.states[ids] == BlockState.READY
+        arrived: NDArray[np.bool_] = right & ready & (missing | (move.source == move.target))
+        return arrived
 
     # -- making room ----------------------------------------------------------------------------
 
@@ -283,29 +330,27 @@ class Residency:
     def _evict(self, index: int, size_class: int, count: int) -> bool:
         """Free about ``count`` slots of tier ``index``; say whether any slot came free."""
         policy, table = self.tiers[index].policy, self.table
-        for _ in range(len(policy)):
-            node = policy.victim()
-            if node is None or count <= 0:
-                return False
+        skipped = 0
+        while count > 0 and skipped < MAX_SKIPS and (node := policy.victim()) is not None:
             ids = node.blocks
             here = table.slots[index, ids] != NO_SLOT
             unused = table.refs[ids] == 0
             free = np.flatnonzero(here & unused)
             if not len(free):
                 if here.any() or not unused.all():
-                    policy.touch(
-                        node.path()
-                    )  # in use, hence recent; its ancestors stay more recent
+                    policy.touch(node.path())  # in use, hence recent, as are its ancestors
+                    skipped += 1
                 else:
                     policy.remove(node)
-            elif table.size_classes[ids[0]] != size_class:
-                if self._empty_slab(index, int(table.slots[index, ids[free[-1]]]) * ALIGNMENT):
-                    return True
-                policy.touch(node.path())
-            else:
-                if self._give_up(index, node, free[-count:]):
-                    return True
-                count -= len(free)  # under way to the next tier: their slots come free later
+                continue
+            if (other := int(table.size_classes[ids[0]])) != size_class:
+                shortage = self._free_slab(index, other)
+                return shortage is not None and (
+                    shortage == 0 or self._give_up(index, node, free[-shortage:])
+                )
+            if self._give_up(index, node, free[-count:]):
+                return True
+            count -= len(free)  # under way to the next tier, or refused by a busy mover
         return False
 
     def _give_up(self, index: int, node: Node, positions: NDArray[np.intp]) -> bool:
@@ -325,24 +370,29 @@ class Residency:
         self.tiers[index + 1].policy.touch(node.path())
         return self.move(ids, index, index + 1, drop_source=True)
 
-    def _empty_slab(self, index: int, offset: int) -> bool:
-        """Evict every unused block of the slab at ``offset``; say whether the slab is empty then."""
-        start, stop = self.tiers[index].arena.slab_range(offset)
-        slots = self.table.slots[index]
-        mates = np.flatnonzero((slots >= start // ALIGNMENT) & (slots < stop // ALIGNMENT)).astype(
-            np.int32
-        )
-        if self.table.refs[mates].any() or any(
-            move.target == index
-            and ((move.target_offsets >= start) & (move.target_offsets < stop)).any()
-            for move in self.moves
-        ):
-            return False
-        for node in list(self._nodes()):
-            positions = np.flatnonzero(np.isin(node.blocks, mates))
-            if node.parent is not None and len(positions):
-                self._give_up(index, node, positions)
-        return not (self.table.slots[index, mates] != NO_SLOT).any()
+    def _free_slab(self, index: int, size_class: int) -> int | None:
+        """Move the blocks of one slab into free slots of other slabs of their class.
+
+        Returns:
+            How many more slots must be free elsewhere for that; 0 when the slab is empty; None when
+            it cannot be had now: blocks of every slab are in use, or a move is under way.
+        """
+        arena, slot_size = self.tiers[index].arena, self._slot_size(size_class)
+        starts = self.table.slots[index].astype(np.int64) * ALIGNMENT
+        coming = [move.target_offsets for move in self.moves if move.target == index]
+        for start, stop in arena.slabs(slot_size):
+            mates = np.flatnonzero((starts >= start) & (starts < stop)).astype(np.int32)
+            if self.table.refs[mates].any() or any(
+                ((offsets >= start) & (offsets < stop)).any() for offsets in coming
+            ):
+                continue
+            offsets, missing = arena.allocate_outside(slot_size, len(mates), start, stop)
+            if missing or not len(mates):
+                return missing
+            self.pin(mates)
+            move = self._move(mates, index, index, offsets, drop_source=False)
+            return 0 if self._start(move) and move not in self.moves else None
+        return None
 
     # -- forgetting -----------------------------------------------------------------------------
 
@@ -355,24 +405,33 @@ class Residency:
 
     def discard_corrupt(self, nodes: Iterable[Node], ids: Ids) -> None:
         """Remove blocks whose bytes are not what their writer wrote."""
+        ids = ids[self.table.states[ids] == BlockState.READY]
         self.counts["corrupt_blocks",] += len(ids)
         logger.error("%d blocks do not match their checksums and are dropped", len(ids))
         self.detach(nodes, ids, "corrupt")
+
+    def clear(self, tree: NamespaceTree) -> None:
+        """Take every block of ``tree`` out of the index."""
+        self.trees.pop(tree.namespace.digest)
+        self._drop(tree.clear(), "cleared")
 
     def _trim(self, node: Node, keep: int, reason: str) -> None:
         """Take the blocks of ``node`` from ``keep`` on, and all below, out of the index and free them."""
         tree = node.tree
         if self._events.active:
             self._tell_removed(node, keep)
-        ids = tree.trim(node, keep)
+        self._drop(tree.trim(node, keep), reason)
+        if isinstance(tree, NamespaceTree) and not tree.num_blocks:
+            self.trees.pop(tree.namespace.digest, None)
+
+    def _drop(self, ids: Ids, reason: str) -> None:
+        """Count blocks that left the index, and free those that nobody uses."""
         ready = ids[self.table.states[ids] == BlockState.READY]
         tiers, _ = self.where(ready)
         for index, count in enumerate(np.bincount(tiers, minlength=len(self.tiers)).tolist()):
             self.counts["evicted_blocks", self.tiers[index].name, reason] += count
         self.table.states[ids] = BlockState.GONE
         self._free(ids[self.table.refs[ids] == 0])
-        if isinstance(tree, NamespaceTree) and not tree.num_blocks:
-            self.trees.pop(tree.namespace.digest, None)
 
     def _free(self, ids: Ids) -> None:
         for index in range(len(self.tiers)):
@@ -442,7 +501,7 @@ class Residency:
             assert tier.arena.used_bytes == sum(sizes), (
                 "3: used slots are those of blocks and moves"
             )
-            known = set(tier.policy)
+            known = {node: age for age, node in enumerate(tier.policy)}
             for node in nodes:
                 needed = (table.slots[index, node.blocks] != NO_SLOT) | (
                     table.refs[node.blocks] > 0
@@ -450,6 +509,8 @@ class Residency:
                 assert node in known or not needed.any(), (
                     "4: the policy knows nodes with blocks here or in use"
                 )
+                if isinstance(tier.policy, LRU) and node in known and node.parent in known:
+                    assert known[node] < known[node.parent], "4: LRU: parents are more recent"
 
 
 def _below(node: Node) -> Iterator[Node]:

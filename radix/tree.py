@@ -9,9 +9,10 @@ block id for each of them. The tree compares the keys themselves, so a collision
   for the first difference with numpy. It never changes the tree.
 * ``insert`` attaches what is missing, and splits an edge at a block boundary when the new key leaves it
   in the middle.
-* ``touch`` makes a path the most recent one, and merges nodes of it that have a single child: all
-  their blocks now have the same age. So a prompt that grows block by block stays one node, and a
-  trunk whose branches were evicted becomes one node again.
+* ``touch`` makes what a match found the most recent: it splits off the tail of an edge that is used
+  in part, and merges nodes of the path that have a single child, since all their blocks now have the
+  same age. So a prompt that grows block by block stays one node, and a trunk whose branches were
+  evicted becomes one node again.
 * ``trim`` removes the tail of a node and everything below it, ``evict`` trims oldest-first.
 
 All loops are iterative: depth is limited by memory only. The design follows SGLang's RadixAttention
@@ -152,20 +153,29 @@ class RadixTree:
         first = total - len(block_ids)
         if first < 0 or first > known:
             raise ValueError(f"{len(block_ids)} ids for {total} blocks, of which {known} are known")
-        nodes = found.nodes
+        nodes = self._used(found)
         if known < total:
-            if nodes and found.last_blocks < len(nodes[-1].blocks):
-                nodes = [*nodes[:-1], self._split(nodes[-1], found.last_blocks)]
             nodes = [
                 *nodes,
                 self._attach(
                     nodes[-1] if nodes else self.root, key, known, block_ids[known - first :]
                 ),
             ]
-        self.touch(nodes)
+        self._refresh(nodes)
         return known
 
-    def touch(self, nodes: list[Node]) -> None:
+    def touch(self, found: Match) -> None:
+        """Make the blocks of ``found`` (a fresh match) the most recent ones, and no others."""
+        self._refresh(self._used(found))
+
+    def _used(self, found: Match) -> list[Node]:
+        """Nodes of ``found``, after splitting off what it does not cover."""
+        nodes = found.nodes
+        if nodes and found.last_blocks < len(nodes[-1].blocks):
+            return [*nodes[:-1], self._split(nodes[-1], found.last_blocks)]
+        return nodes
+
+    def _refresh(self, nodes: list[Node]) -> None:
         """Make the path ``nodes`` (root side first) the most recent, merging unbranched runs of it."""
         merged: list[Node] = []
         start = 0
@@ -200,6 +210,16 @@ class RadixTree:
             self._forget(node)
         ids = removed[0] if len(removed) == 1 else np.concatenate(removed)
         self.num_blocks -= len(ids)
+        return ids
+
+    def clear(self) -> NDArray[np.int32]:
+        """Remove everything; return the ids of all blocks."""
+        nodes = list(self.walk())
+        ids = np.concatenate([node.blocks for node in nodes]) if nodes else NO_BLOCKS.copy()
+        for node in nodes:
+            self._forget(node)
+        self.root.children = {}
+        self.num_blocks = 0
         return ids
 
     def evict(self, num_blocks: int) -> NDArray[np.int32]:

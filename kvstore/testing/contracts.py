@@ -56,6 +56,18 @@ class StoreContract(ABC):
         np.testing.assert_array_equal(targets, blocks)
         store.close()
 
+    def test_relocates(self) -> None:
+        """Blocks are copied within the store, and nothing else changes."""
+        store = self.make_store(8 * PAGE)
+        blocks = [np.full(PAGE, value, np.uint8) for value in (1, 2)]
+        store.write_from(np.array([0, PAGE], np.int64), blocks)
+        store.relocate(
+            np.array([0, PAGE], np.int64), np.array([5 * PAGE, 3 * PAGE], np.int64), PAGE
+        )
+        pages = self.raw(store).reshape(8, PAGE)
+        assert [set(page.tolist()) for page in pages[[0, 1, 3, 5]]] == [{1}, {2}, {2}, {1}]
+        store.close()
+
     def test_empty_batch(self) -> None:
         """Moving nothing is fine."""
         store = self.make_store(PAGE)

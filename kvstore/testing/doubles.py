@@ -10,6 +10,7 @@ import numpy as np
 
 from kvstore.pool import Pool
 from kvstore.residency import Tier
+from kvstore.tiers.arena import MAX_SLABS
 from kvstore.tiers.dram import DramStore
 from kvstore.tiers.mover import InlineMover, Mover
 from radix import LRU
@@ -79,11 +80,13 @@ def small_pool(
     mover: Mover | None = None,
     clock: Callable[[], float] | None = None,
     lease_timeout_s: float = 60.0,
+    max_slabs: int = MAX_SLABS,
 ) -> Pool:
     """Make a pool whose tiers have so many pages (4 KiB each), all in host memory; ``gpu`` before ``dram``."""
     names = ("gpu", "dram")[-len(pages) :]
     tiers = [
-        Tier(name, DramStore(count << 12), LRU()) for name, count in zip(names, pages, strict=True)
+        Tier(name, DramStore(count << 12), LRU(), max_slabs)
+        for name, count in zip(names, pages, strict=True)
     ]
     return Pool(
         tiers, mover or InlineMover(), clock or FakeClock(), lease_timeout_s=lease_timeout_s

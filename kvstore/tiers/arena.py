@@ -40,8 +40,14 @@ class Arena:
     4. the used slots of a slab and its free ones together fill it.
     """
 
-    def __init__(self, capacity_bytes: int) -> None:
-        """Start with one gap of ``capacity_bytes`` (rounded down to whole pages)."""
+    def __init__(self, capacity_bytes: int, max_slabs: int = MAX_SLABS) -> None:
+        """Start with one gap of ``capacity_bytes`` (rounded down to whole pages).
+
+        Args:
+            capacity_bytes: length of the buffer.
+            max_slabs: a slab takes at most this fraction of it, but at least one slot.
+        """
+        self._max_slabs = max_slabs
         self.capacity_bytes = capacity_bytes // ALIGNMENT * ALIGNMENT
         self._gaps = [(0, self.capacity_bytes)] if self.capacity_bytes else []
         self._free: dict[int, Offsets] = {}
@@ -58,6 +64,10 @@ class Arena:
     def capacity_slots(self, slot_size: int) -> int:
         """How many slots of ``slot_size`` bytes the empty arena would hold."""
         return self.capacity_bytes // slot_size
+
+    def slab_slots(self, slot_size: int) -> int:
+        """How many slots of ``slot_size`` bytes a slab has (the last one may have fewer)."""
+        return max(1, self.capacity_bytes // self._max_slabs // slot_size)
 
     def allocate(self, slot_size: int, count: int) -> Offsets:
         """Hand out up to ``count`` slots of ``slot_size`` bytes (a multiple of ``ALIGNMENT``).
@@ -79,10 +89,35 @@ class Arena:
         np.subtract.at(self._used, self._slabs_of(offsets), 1)
         self._free[slot_size] = np.concatenate([self._free[slot_size], offsets[::-1]])
 
-    def slab_range(self, offset: int) -> tuple[int, int]:
-        """Byte range ``[start, stop)`` of the slab that holds the slot at ``offset``."""
-        slab = int(self._slabs_of(np.array([offset], np.int64))[0])
-        return int(self._starts[slab]), int(self._starts[slab] + self._sizes[slab])
+    def slabs(self, slot_size: int) -> list[tuple[int, int]]:
+        """Byte ranges ``[start, stop)`` of the slabs of a class.
+
+        First those that would extend a gap, then those with the fewest used slots.
+        """
+        stops = self._starts + self._sizes
+        edges = [edge for start, size in self._gaps for edge in (start, start + size)]
+        apart = ~(np.isin(self._starts, edges) | np.isin(stops, edges))
+        order = np.lexsort((self._used, apart))
+        order = order[self._slot_sizes[order] == slot_size]
+        return list(zip(self._starts[order].tolist(), stops[order].tolist(), strict=True))
+
+    def allocate_outside(
+        self, slot_size: int, count: int, start: int, stop: int
+    ) -> tuple[Offsets, int]:
+        """Hand out ``count`` slots that exist and do not lie in ``[start, stop)``: all, or none.
+
+        Returns:
+            The offsets, and how many slots are missing.
+        """
+        free = self._free[slot_size]
+        outside = np.flatnonzero((free < start) | (free >= stop))
+        if len(outside) < count:
+            return free[:0], count - len(outside)
+        taken = outside[len(outside) - count :]
+        offsets = np.sort(free[taken])
+        self._free[slot_size] = np.delete(free, taken)
+        np.add.at(self._used, self._slabs_of(offsets), 1)
+        return offsets, 0
 
     def _slabs_of(self, offsets: Offsets) -> NDArray[np.intp]:
         return np.searchsorted(self._starts, offsets, side="right") - 1
@@ -95,8 +130,7 @@ class Arena:
         if gap is None:
             return None
         start, size = gap
-        share = max(1, self.capacity_bytes // MAX_SLABS // slot_size)
-        slots = min(size // slot_size, share)
+        slots = min(size // slot_size, self.slab_slots(slot_size))
         taken = slots * slot_size
         self._gaps.remove(gap)
         if size > taken:

@@ -61,6 +61,12 @@ class DramStore(Store):
         for start, source in zip(offsets.tolist(), sources, strict=True):
             self._buffer[start : start + len(source)] = source
 
+    def relocate(
+        self, sources: NDArray[np.int64], targets: NDArray[np.int64], block_bytes: int
+    ) -> None:
+        """Copy blocks within the mapping."""
+        self.write_from(targets, self.blocks(sources, block_bytes))
+
     def close(self) -> None:
         """Unpin and drop the mapping; it is unmapped when the last view of it is gone."""
         if self._pinned:

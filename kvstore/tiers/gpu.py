@@ -49,6 +49,16 @@ class GpuStore(Store):
                 self._buffer[start : start + len(source)].copy_(host, non_blocking=True)
         self._wait()
 
+    def relocate(
+        self, sources: NDArray[np.int64], targets: NDArray[np.int64], block_bytes: int
+    ) -> None:
+        """Copy blocks within the tensor."""
+        with torch.cuda.stream(self._stream):
+            for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
+                block = self._buffer[source : source + block_bytes]
+                self._buffer[target : target + block_bytes].copy_(block, non_blocking=True)
+        self._wait()
+
     def close(self) -> None:
         """Drop the tensor."""
         self._buffer = torch.empty(0, dtype=torch.uint8)

@@ -68,8 +68,8 @@ class ThreadMover(Mover):
         with self._changed:
             if self._closed or self._waiting >= self._max_waiting:
                 return False
-            self._waiting += 1
             self._executor.submit(self._run, job)
+            self._waiting += 1
         return True
 
     def drain(self) -> None:

@@ -44,5 +44,11 @@ class Store(ABC):
         """Copy ``sources`` to ``offsets``; complete on return."""
 
     @abstractmethod
+    def relocate(
+        self, sources: NDArray[np.int64], targets: NDArray[np.int64], block_bytes: int
+    ) -> None:
+        """Copy blocks within the store, from ``sources`` to ``targets`` (disjoint); complete on return."""
+
+    @abstractmethod
     def close(self) -> None:
         """Give the memory back. Views handed out must not be used any more."""

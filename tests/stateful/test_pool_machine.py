@@ -44,11 +44,17 @@ class PoolMachine(RuleBasedStateMachine):
     leases = Bundle("leases")
     reservations = Bundle("reservations")
 
-    @initialize(gpu=st.sampled_from([0, 1, 3, 5]), dram=st.sampled_from([2, 5, 9, 140]))
-    def start(self, gpu, dram):
+    @initialize(
+        gpu=st.sampled_from([0, 1, 3, 5]),
+        dram=st.sampled_from([2, 5, 9, 18, 140]),
+        slabs=st.sampled_from([2, 3, 64]),
+    )
+    def start(self, gpu, dram, slabs):
         self.mover, self.clock = ManualMover(max_waiting=4), FakeClock()
         pages = (gpu, dram) if gpu else (dram,)
-        self.pool = small_pool(*pages, mover=self.mover, clock=self.clock, lease_timeout_s=10)
+        self.pool = small_pool(
+            *pages, mover=self.mover, clock=self.clock, lease_timeout_s=10, max_slabs=slabs
+        )
         self.stored: set[tuple[bytes, bytes]] = set()
         self.lost = 0
         self.held: dict[int, tuple] = {}
@@ -93,6 +99,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert len(gone) == self.evictions() - self.lost, "every block that left was counted, once"
         self.lost += len(gone)
         self.stored = resident
+        return len(gone)
 
     # -- rules
 
@@ -104,8 +111,12 @@ class PoolMachine(RuleBasedStateMachine):
         if len(prefixes) > max(capacity // size for capacity in slots.values()):
             prefixes = prefixes[: max(capacity // size for capacity in slots.values())]
             tokens = tokens[: len(prefixes) * namespace.layout.block_tokens]
+        small = {space.digest for space in NAMESPACES[:2]}
+        alike = all(digest in small for digest, _ in self.stored) and namespace.digest in small
         reservation = self.pool.reserve(namespace, tokens)
-        self.forget_evicted()
+        lost = self.forget_evicted()
+        if alike and len(slots) == 1:
+            assert lost <= reservation.num_blocks, "no more is evicted than is needed"
         for index, view in zip(reservation.indices.tolist(), self.views(reservation), strict=True):
             view[:] = pattern(namespace, prefixes[index])
         return (reservation, prefixes)
@@ -172,6 +183,19 @@ class PoolMachine(RuleBasedStateMachine):
     @rule()
     def run_a_move(self):
         self.mover.run_one()
+        self.forget_evicted()
+
+    @rule(waiting=st.sampled_from([0, 1, 4]))
+    def keep_the_mover_busy(self, waiting):
+        self.mover._max_waiting = waiting
+
+    @precondition(lambda self: self.mover.jobs)
+    @rule()
+    def fail_a_move(self):
+        copy = self.pool._residency._copy
+        self.pool._residency._copy = None  # calling it raises
+        self.mover.run_one()
+        self.pool._residency._copy = copy
         self.forget_evicted()
 
     @rule(namespace=SPACE, tokens=TOKENS)

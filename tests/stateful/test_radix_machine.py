@@ -50,7 +50,7 @@ class RadixMachine(RuleBasedStateMachine):
 
     @rule(tokens=TOKENS)
     def touch(self, tokens):
-        self.tree.touch(self.tree.match(tokens).nodes)
+        self.tree.touch(self.tree.match(tokens))
 
     @rule(count=st.integers(1, 6))
     def evict(self, count):

@@ -92,6 +92,9 @@ def test_digest_is_a_fixed_function():
     "change",
     [
         {"num_layers": 0},
+        {"layer_start": 0.9},
+        {"head_start": -1},
+        {"attention": "MLA"},
         {"head_dim": -1},
         {"num_kv_heads": 1.5},
         {"block_tokens": True},

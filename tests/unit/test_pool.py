@@ -222,8 +222,7 @@ def test_a_copy_that_raises_leaves_nothing_behind(monkeypatch):
         raise OSError("the bus is on fire")
 
     monkeypatch.setattr(type(dram), "read_into", fail)
-    with pytest.raises(OSError, match="fire"):
-        pool.drain()
+    pool.drain()
     pool.check_invariants()
     assert tiers_of(pool, one(range(16))) == ["gpu"] * 4
     assert pool.stats().counts["failed_moves", "gpu", "dram"] == 4
@@ -350,3 +349,181 @@ def test_patterns_are_distinct():
         bytes(pattern(NAMESPACE, np.arange(n, dtype="<i4").tobytes())) for n in range(4, 400, 4)
     }
     assert len(seen) == 99
+
+
+def test_verify_reads_what_the_lease_names_also_after_a_promotion():
+    pool = small_pool(4, 8)
+    put(pool, range(16))
+    pool.demote(NAMESPACE, range(16), "gpu")
+    first, second = (pool.acquire(NAMESPACE, one(range(16))) for _ in range(2))
+    pool.release(first)  # promotes: there is a copy in the gpu tier
+    CLIENT.slots(pool, second)[1][3] ^= 1
+    assert pool.verify(second) == 1
+    assert pool.verify(second) == 1
+    assert pool.stats().counts["corrupt_blocks",] == 1
+    pool.release(second)
+    pool.check_invariants()
+    pool.close()
+
+
+def test_an_expired_lease_raises_no_false_alarm():
+    clock = FakeClock()
+    pool = small_pool(4, clock=clock, lease_timeout_s=1)
+    put(pool, range(8))
+    lease = pool.acquire(NAMESPACE, one(range(8)))
+    clock.advance(2)
+    put(pool, range(100, 116))
+    put(pool, range(8))
+    pool.verify(lease)
+    assert pool.stats().counts.get(("corrupt_blocks",), 0) == 0
+    assert pool.lookup(NAMESPACE, one(range(8))) == 8
+    pool.check_invariants()
+    pool.close()
+
+
+def test_one_promotion_serves_all_who_wait_for_it():
+    mover = ManualMover()
+    pool = small_pool(8, 16, mover=mover)
+    put(pool, range(16))
+    put(pool, range(100, 116))
+    pool.drain()
+    pool.demote(NAMESPACE, range(16), "gpu")
+    leases = [pool.acquire(NAMESPACE, one(range(16))) for _ in range(4)]
+    for lease in leases:
+        pool.release(lease)
+    assert len(mover.jobs) == 1
+    pool.drain()
+    assert tiers_of(pool, one(range(16))) == ["gpu"] * 4
+    assert tiers_of(pool, one(range(100, 116))) == ["gpu"] * 4
+    assert pool.stats().counts["failed_moves", "dram", "gpu"] == 0
+    pool.close()
+
+
+def test_a_write_through_that_was_skipped_is_made_up_for():
+    mover = ManualMover(max_waiting=0)
+    pool = small_pool(4, 8, mover=mover)
+    put(pool, range(8))
+    mover._max_waiting = 10
+    pool.release(pool.acquire(NAMESPACE, one(range(8))))
+    pool.drain()
+    assert [tier.num_blocks for tier in pool.stats().tiers] == [2, 2]
+    pool.close()
+
+
+def test_another_layout_gets_room_without_emptying_the_cache():
+    """One slab of the oldest blocks gives way; the hot prefix that was stored beside them stays."""
+    pool = small_pool(640)
+    hot = range(80)
+    put(pool, hot)
+    for number in range(1, 31):
+        put(pool, range(number * 1000, number * 1000 + 80))
+        pool.release(pool.acquire(NAMESPACE, one(hot)))
+    before = pool.stats().num_blocks
+    assert put(pool, range(8), LARGE) == 2
+    pool.check_invariants()
+    assert before - (pool.stats().num_blocks - 2) <= 20, "about one slab of 10 blocks"
+    assert pool.lookup(NAMESPACE, one(hot)) == 80
+    lease = pool.acquire(NAMESPACE, one(hot))
+    CLIENT.check(pool, lease, hot)
+    assert pool.lookup(LARGE, one(range(8))) == 8
+    pool.close()
+
+
+def test_blocks_in_use_are_never_moved_for_another_layout():
+    pool = small_pool(64)
+    prompts = [range(number * 100, number * 100 + 8) for number in range(32)]
+    for prompt in prompts:
+        put(pool, prompt)
+    leases = [pool.acquire(NAMESPACE, one(prompt)) for prompt in prompts[::2]]
+    for number in range(20):
+        reservation = pool.reserve(LARGE, range(number * 50, number * 50 + 12))
+        CLIENT.fill(pool, reservation, range(number * 50, number * 50 + 12))
+        pool.commit(reservation)
+        for lease, prompt in zip(leases, prompts[::2], strict=True):
+            CLIENT.check(pool, lease, prompt)
+    pool.check_invariants()
+    pool.close()
+
+
+def test_only_what_is_missing_is_evicted():
+    pool = small_pool(64)
+    for number in range(8):
+        put(pool, range(number * 100, number * 100 + 32))
+    assert put(pool, range(5000, 5012)) == 3
+    assert pool.stats().num_blocks == 64
+    assert pool.stats().counts["evicted_blocks", "dram", "capacity"] == 3
+    pool.close()
+
+
+def test_refused_leases_and_reservations_hold_nothing():
+    pool = small_pool(8)
+    put(pool, range(8))
+    pool._max_leases = 1
+    lease = pool.acquire(NAMESPACE, one(range(8)))
+    for _ in range(70_000):
+        assert pool.reserve(NAMESPACE, range(16)).num_blocks == 0
+    assert pool.stats().num_reservations == 0
+    pool.check_invariants()
+    put(pool, range(100, 132))
+    CLIENT.check(pool, lease, range(8))
+    pool.close()
+
+
+def test_a_closed_pool_misses_and_stores_nothing():
+    pool = small_pool(8)
+    put(pool, range(8))
+    lease = pool.acquire(NAMESPACE, one(range(8)))
+    reservation = pool.reserve(NAMESPACE, range(100, 108))
+    pool.close()
+    assert pool.lookup(NAMESPACE, one(range(8))) == 0
+    assert pool.acquire(NAMESPACE, one(range(8))).num_blocks == 0
+    assert pool.reserve(NAMESPACE, range(200, 208)).num_blocks == 0
+    for end in (lambda: pool.release(lease), lambda: pool.commit(reservation)):
+        with pytest.raises(LeaseNotHeldError):
+            end()
+    assert pool.stats().held_blocks == 0
+    pool.close()
+
+
+def test_another_pools_reservation_is_refused_before_anything_is_read():
+    first, second = small_pool(8), small_pool(8)
+    reservation = first.reserve(NAMESPACE, range(8))
+    with pytest.raises(LeaseNotHeldError):
+        second.commit(reservation)
+    assert first.commit(reservation) == 2
+    first.close()
+    second.close()
+
+
+def test_lookup_changes_nothing():
+    pool = small_pool(4)
+    put(pool, range(8))
+    put(pool, range(100, 108))
+    pool.lookup(NAMESPACE, one(range(8)))
+    put(pool, range(200, 204))
+    assert pool.lookup(NAMESPACE, one(range(8))) == 4, "the older one made room, looked up or not"
+    pool.close()
+
+
+def test_a_search_for_victims_ends_early_when_everything_is_in_use():
+    pool = small_pool(400)
+    for number in range(400):
+        put(pool, range(number * 10, number * 10 + 4))
+    leases = [
+        pool.acquire(NAMESPACE, one(range(number * 10, number * 10 + 4))) for number in range(400)
+    ]
+    calls = 0
+    policy = pool._residency.tiers[0].policy
+    touch = policy.touch
+
+    def counted(path):
+        nonlocal calls
+        calls += 1
+        touch(path)
+
+    policy.touch = counted
+    assert pool.reserve(NAMESPACE, range(8000, 8004)).refused == 1
+    assert calls <= 257
+    for lease in leases:
+        pool.release(lease)
+    pool.close()

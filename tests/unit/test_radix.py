@@ -131,7 +131,7 @@ def test_a_trunk_becomes_one_node_again_when_its_branches_are_gone():
     for cut in range(4, 64, 4):
         branch = tree.match(trunk[:cut] + [999] * 4).nodes[-1]
         tree.trim(branch, 0)
-    tree.touch(tree.match(trunk).nodes)
+    tree.touch(tree.match(trunk))
     check_invariants(tree)
     assert tree.num_nodes == 1
     assert ids(tree, trunk) == list(range(16))
@@ -143,17 +143,27 @@ def test_least_recently_used_leaf_goes_first_from_its_tail():
     tree = make(old, new)
     assert tree.evict(1).tolist() == [3]
     assert hit(tree, old) == 3
-    tree.touch(tree.match(old).nodes)
+    tree.touch(tree.match(old))
     assert tree.evict(3).tolist() == [4, 5, 2]
     assert (hit(tree, old), hit(tree, new)) == (2, 2)
     assert sorted(tree.evict(100).tolist()) == [0, 1]
     assert tree.num_blocks == tree.num_nodes == len(tree.order) == 0
 
 
-def test_a_short_use_of_a_long_prompt_keeps_its_branch_alive():
+def test_a_short_use_of_a_long_prompt_keeps_only_what_it_used():
     tree = make([1] * 16, [2] * 16)
-    tree.touch(tree.match([1] * 4).nodes)
+    tree.touch(tree.match([1] * 4))
+    check_invariants(tree)
+    assert set(tree.evict(3).tolist()) == {1, 2, 3}
     assert set(tree.evict(4).tolist()) == {4, 5, 6, 7}
+    assert hit(tree, [1] * 16) == 1
+
+
+def test_clear():
+    tree = make(A, [*A[:8], 1, 1, 1, 1], [7] * 8)
+    assert sorted(tree.clear().tolist()) == list(range(7))
+    check_invariants(tree)
+    assert (tree.num_nodes, tree.num_blocks, len(tree.order), hit(tree, A)) == (0, 0, 0, 0)
 
 
 def test_trim_takes_everything_below():
@@ -171,7 +181,7 @@ def test_trees_that_share_an_order_are_evicted_together():
     first, second = RadixTree(16, order), RadixTree(16, order)
     first.insert([1] * 8, np.array([0, 1], np.int32))
     second.insert([1] * 8, np.array([2, 3], np.int32))
-    first.touch(first.match([1] * 8).nodes)
+    first.touch(first.match([1] * 8))
     victim = order.victim()
     assert victim is not None
     assert victim.tree is second
@@ -209,7 +219,7 @@ def test_depth_ten_thousand_without_recursion():
         tree.insert(branch, np.array([depth + cut], np.int32))
     assert len(tree.match(trunk).nodes) == depth
     check_invariants(tree)
-    tree.touch(tree.match(trunk).nodes)
+    tree.touch(tree.match(trunk))
     top = tree.match(trunk[:BLOCK]).nodes[0]
     assert len(tree.trim(top, 0)) == 2 * depth - 1
     assert tree.num_nodes == 0
@@ -217,10 +227,10 @@ def test_depth_ten_thousand_without_recursion():
 
 def test_memory_of_trimmed_tails_comes_back():
     """Nodes own their bytes: no view keeps a longer buffer alive."""
+    rng = np.random.default_rng(0)
     tracemalloc.start()
     try:
         tree = RadixTree(64)
-        rng = np.random.default_rng(0)
         for number in range(50):
             prompt = rng.integers(0, 1000, 16 * 1000, dtype=np.int32)
             tree.insert(prompt, np.arange(number * 1000, (number + 1) * 1000, dtype=np.int32))
