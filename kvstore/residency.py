@@ -133,7 +133,7 @@ class Residency:
     1. table, arenas and trees keep their own invariants;
     2. the blocks in the trees are exactly the RESERVED and READY rows;
     3. no two blocks share a slot, and an arena's used slots are those of blocks and moves;
-    4. a tier's policy knows every node that has a block there, or a block in use.
+    4. a tier's policy knows every node that has a block there, or one on its way there.
     """
 
     def __init__(self, tiers: Sequence[Tier], mover: Mover, lock: RLock, events: EventLog) -> None:
@@ -503,11 +503,11 @@ class Residency:
             )
             known = {node: age for age, node in enumerate(tier.policy)}
             for node in nodes:
-                needed = (table.slots[index, node.blocks] != NO_SLOT) | (
-                    table.refs[node.blocks] > 0
+                needed = (table.slots[index, node.blocks] != NO_SLOT) | np.isin(
+                    node.blocks, self._under_way(index)
                 )
                 assert node in known or not needed.any(), (
-                    "4: the policy knows nodes with blocks here or in use"
+                    "4: the policy knows nodes with blocks here or on their way"
                 )
                 if isinstance(tier.policy, LRU) and node in known and node.parent in known:
                     assert known[node] < known[node.parent], "4: LRU: parents are more recent"
