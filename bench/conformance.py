@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 import kvstore
-from bench.report import Row, report, row
+from bench.report import Row, report, row, torch_facts
 from engine_plugin.models import load_model
 from engine_plugin.transformers import CachedModel
 from kvstore.cli.table import output_option
@@ -33,6 +33,10 @@ ANSWER_TOKENS = 6
 LONGEST = 300
 BRANCH = 0.3
 BATCH = 0.15
+NOISE_BOUND = 2.0
+"""A hit may change logits by at most this much of what computing in pieces changes."""
+
+MUST_BE_ZERO = ("answers that differ", "other argmax in spite of a clear lead")
 
 
 @dataclass
@@ -200,7 +204,11 @@ def main(path: str | None, dtype: str, conversations: int, prompts: int, output:
     rows = list(logit_noise(model, prompts))
     if dtype == "float32":
         rows += same_tokens(model, conversations)
-    report("conformance", rows, output)
+    report("conformance", rows, output, **torch_facts(model))
+    if broken := [row for row in rows if row.metric in MUST_BE_ZERO and row.value]:
+        raise click.ClickException(f"the cache changes what the model says: {broken}")
+    if (noise := rows[0]).value > max(NOISE_BOUND * (noise.limit or 0), 1e-3):
+        raise click.ClickException(f"a hit changes logits more than computing in pieces: {noise}")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import statistics
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvstore.cli.table import print_json, render
 
@@ -51,8 +51,8 @@ def interleave(rounds: int, *sides: Callable[[], object]) -> list[float]:
     return [statistics.median(taken) for taken in times]
 
 
-def machine() -> dict[str, object]:
-    """What the figures were measured on."""
+def machine(facts: dict[str, object]) -> dict[str, object]:
+    """What the figures were measured on, and ``facts`` about the run itself."""
     cpu = next(
         (
             line.partition(":")[2].strip()
@@ -66,17 +66,35 @@ def machine() -> dict[str, object]:
         "cores": len(os.sched_getaffinity(0)),
         "python": platform.python_version(),
         "load_average": round(os.getloadavg()[0], 2),
+        **facts,
     }
 
 
-def report(name: str, rows: Iterable[Row], output: str) -> None:
+def torch_facts(model: Any) -> dict[str, object]:
+    """What decides the figures of a model: its name, dtype and device, torch and its threads."""
+    import torch
+    import transformers
+
+    device = model.device.type
+    return {
+        "model": Path(model.config.name_or_path).name or "random",
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": torch.cuda.get_device_name() if device == "cuda" else device,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "threads": torch.get_num_threads(),
+    }
+
+
+def report(name: str, rows: Iterable[Row], output: str, **facts: object) -> None:
     """Print ``rows`` as a table or as the JSON object that other programs read."""
     listed = list(rows)
     if output == "json":
-        print_json({"bench": name, "machine": machine(), "rows": [asdict(row) for row in listed]})
+        document = {"machine": machine(facts), "rows": [asdict(row) for row in listed]}
+        print_json({"bench": name, **document})
         return
     print(render(["case", "metric", "value", "unit", "limit", "ratio"], list(_cells(listed))))
-    print(", ".join(f"{key}: {value}" for key, value in machine().items()))
+    print(", ".join(f"{key}: {value}" for key, value in machine(facts).items()))
 
 
 def _cells(rows: list[Row]) -> Iterator[list[str]]:

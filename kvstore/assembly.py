@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,13 +49,12 @@ def open(  # noqa: A001  (kvstore.open reads as it should)
 def build(settings: Settings, registry: CollectorRegistry | None = None) -> Pool:
     """Build the store that ``settings`` describe; arguments and errors as for :func:`open`."""
     tiers = []
-    device = _device(settings) if settings.gpu else "none"
     if settings.gpu:
-        tiers.append(_gpu_tier(settings, device))
+        tiers.append(_gpu_tier(settings, _device(settings)))
     if settings.dram:
         _check_memory(settings)
-        pin = device.startswith("cuda")
-        store = DramStore(_capacity("dram", settings.dram), prefault=settings.prefault, pin=pin)
+        capacity = _capacity("dram", settings.dram)
+        store = DramStore(capacity, prefault=settings.prefault, pin=_cuda_is_present())
         tiers.append(Tier("dram", store, POLICIES[settings.policy]()))
     if not tiers:
         raise ConfigError(
@@ -80,6 +80,12 @@ def _gpu_tier(settings: Settings, device: str) -> Tier:
     return Tier(
         "gpu", GpuStore(_capacity("gpu", settings.gpu), device), POLICIES[settings.policy]()
     )
+
+
+def _cuda_is_present() -> bool:
+    """Whether this process uses torch and has a CUDA device, which copies faster from pinned memory."""
+    torch = sys.modules.get("torch")
+    return torch is not None and bool(torch.cuda.is_available())
 
 
 def _device(settings: Settings) -> str:
