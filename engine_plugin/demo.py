@@ -22,13 +22,14 @@ from engine_plugin.transformers import CachedModel
 from kvstore.cli.table import output_option, print_json, render
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from kvstore import Pool
 
 PATHS = ("cold", "gpu", "dram")
+SHORTEST = 256
 QUESTIONS = (
     "Which good does the warehouse in Norden keep?",
     "Who is the keeper of the warehouse in Lindau?",
@@ -126,75 +127,79 @@ def entry(number: int) -> str:
     return f"{place}: {17 + number * 37 % 419} crates of {good}, keeper {keeper}."
 
 
-def measure(demo: Demo, cached: CachedModel, store: Pool, num_tokens: int) -> Iterator[DemoRow]:
-    """Ask about a document of ``num_tokens`` on every path."""
-    document = demo.document(num_tokens)
+def measure(
+    demo: Demo, cached: CachedModel, store: Pool, num_tokens: int, tell: Callable[[str], None]
+) -> Iterator[DemoRow]:
+    """Ask about a document of ``num_tokens`` on every path; ``tell`` hears what is done next."""
+    text = demo.document(num_tokens)
     store.clear()
     for path, question in zip(PATHS, QUESTIONS, strict=True):
-        prompt = demo.prompt(document, question)
+        prompt = demo.prompt(text, question)
         store.drain()
         if path == "dram" and (namespace := cached.namespace()) is not None:
             store.demote(namespace, prompt[0], "gpu")
+        tell(f"{prompt.shape[1]} tokens, {path}")
         answer = demo.answer(cached.generate, prompt)
         stats = cached.last
+        tell(f"{prompt.shape[1]} tokens, the model alone")
         alone = demo.answer(demo.model.generate, prompt)
         yield DemoRow(
-            path=path,
+            path=served_by(stats.hit_tokens_by_tier),
             prompt_tokens=stats.prompt_tokens,
             hit_tokens=stats.hit_tokens,
-            ttft_ms=stats.ttft_s * 1e3,
-            queue_ms=stats.queue_s * 1e3,
-            network_ms=stats.network_s * 1e3,
-            prefill_ms=stats.prefill_s * 1e3,
-            sample_ms=stats.sample_s * 1e3,
+            ttft_ms=milliseconds(stats.ttft_s),
+            queue_ms=milliseconds(stats.queue_s),
+            network_ms=milliseconds(stats.network_s),
+            prefill_ms=milliseconds(stats.prefill_s),
+            sample_ms=milliseconds(stats.sample_s),
             same_text=answer == alone,
-            lookup_ms=stats.lookup_s * 1e3,
-            load_ms=stats.load_s * 1e3,
+            lookup_ms=milliseconds(stats.lookup_s),
+            load_ms=milliseconds(stats.load_s),
             question=question,
             answer=answer,
         )
 
 
+def served_by(hit_tokens_by_tier: Mapping[str, int]) -> str:
+    """Name of the tier that most tokens came from; ``cold`` when none did."""
+    return max(hit_tokens_by_tier, key=lambda tier: hit_tokens_by_tier[tier], default="cold")
+
+
+def milliseconds(seconds: float) -> float:
+    """Return milliseconds to three decimals."""
+    return round(seconds * 1e3, 3)
+
+
 def table(rows: Sequence[DemoRow]) -> str:
     """Return the rows for people, and what was asked and answered."""
-    headers = [
-        "path",
-        "prompt",
-        "hit",
-        "TTFT ms",
-        "queue",
-        "network",
-        "prefill",
-        "(load)",
-        "sample",
-    ]
+    headers = ["path", "prompt", "hit", "TTFT", "load", "compute", "than cold", "same text"]
     lines: list[list[str | int]] = []
     base = 0.0
     for row in rows:
         base = row.ttft_ms if row.path == "cold" else base
-        parts = (
-            row.ttft_ms,
-            row.queue_ms,
-            row.network_ms,
-            row.prefill_ms,
-            row.load_ms,
-            row.sample_ms,
-        )
-        numbers = [f"{part:.1f}" for part in parts]
-        same = "yes" if row.same_text else "NO"
+        times = (row.ttft_ms, row.load_ms, row.ttft_ms - row.load_ms)
         lines.append(
             [
                 row.path,
                 row.prompt_tokens,
                 row.hit_tokens,
-                *numbers,
-                f"{base / row.ttft_ms:.1f}x",
-                same,
+                *(f"{time:.1f} ms" for time in times),
+                "" if row.path == "cold" else f"{base / row.ttft_ms:.1f}x faster",
+                "yes" if row.same_text else "NO",
             ]
         )
-    text = render([*headers, "faster", "same text"], lines)
-    answers = [f"  {row.question}\n    {row.answer}" for row in rows[-len(PATHS) :]]
-    return "\n".join([text, "", "Asked about the longest document:", *answers])
+    answers = [
+        f"  {row.question}\n    {' '.join(row.answer.split())} …" for row in rows[-len(PATHS) :]
+    ]
+    return "\n".join([render(headers, lines), LEGEND, *answers])
+
+
+LEGEND = """
+path: where the tokens of the document came from; hit: tokens that were not computed;
+TTFT: time to first token, of which load copies known blocks and compute is all the rest;
+same text: the answer equals the one of the model without kvstore.
+
+Asked about the longest document (a small model is often wrong; what counts is the same text):"""
 
 
 @contextmanager
@@ -213,53 +218,80 @@ def progress(length: int, label: str) -> Iterator[Callable[[str], None]]:
         yield lambda text: bar.update(1, text)
 
 
-@click.command()
-@click.option(
-    "--model", "path", help="A model directory or GGUF file; by default SmolLM2-135M-Instruct."
-)
-@click.option("--tokens", default="1024,4096", show_default=True, help="Lengths of the prompts.")
-@click.option("--answer-tokens", default=24, show_default=True, help="Most tokens of an answer.")
-@click.option(
-    "--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", show_default=True
-)
-@output_option
-def demo(path: str | None, tokens: str, answer_tokens: int, dtype: str, output: str) -> None:
-    """Show what a hit saves: one long document, several questions, on a real model."""
-    lengths = parse_lengths(tokens)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    with progress(2 + len(PATHS) * len(lengths), "kvstore demo") as step:
-        model, tokenizer, real = load_model(path, getattr(torch, dtype), on_progress=step)
-        model.to(device)
-        runner = Demo(model, tokenizer, answer_tokens)
-        longest = longest_bytes(model, max(lengths) + answer_tokens)
-        step(f"providing {2 * longest >> 20} MiB for blocks")
-        rows: list[DemoRow] = []
-        with (
-            kvstore.open(dram=longest, gpu=longest) as store,
-            CachedModel(model, store) as cached,
-        ):
-            for length in lengths:
-                step(f"prompts of {length} tokens")
-                for row in measure(runner, cached, store, length):
-                    rows.append(row)
-                    step(f"{row.path}: first token after {row.ttft_ms:.0f} ms")
-    if output == "json":
-        print_json(document(model, rows, real=real))
-        return
-    if not real:
-        click.echo("This is a random model: its answers mean nothing, its times do.\n")
-    click.echo(table(rows))
-
-
-def parse_lengths(text: str) -> list[int]:
+def parse_lengths(context: click.Context, parameter: click.Parameter, text: str) -> list[int]:
     """Return the prompt lengths of ``--tokens``, ascending."""
+    del context, parameter
     try:
         lengths = sorted({int(part) for part in text.split(",")})
     except ValueError:
         raise click.BadParameter(f"{text!r} is not a list of numbers such as 1024,4096") from None
-    if lengths[0] < 256:
-        raise click.BadParameter(f"{lengths[0]} tokens are too few: give at least 256")
+    if lengths[0] < SHORTEST:
+        raise click.BadParameter(f"{lengths[0]} tokens are too few: give at least {SHORTEST}")
     return lengths
+
+
+@click.command()
+@click.option(
+    "--model",
+    "path",
+    type=click.Path(exists=True),
+    help="A model directory or GGUF file; by default SmolLM2-135M-Instruct.",
+)
+@click.option(
+    "--tokens",
+    "lengths",
+    default="1024,4096",
+    show_default=True,
+    callback=parse_lengths,
+    help=f"Longest prompts, comma-separated, each at least {SHORTEST} tokens.",
+)
+@click.option(
+    "--answer-tokens",
+    type=click.IntRange(min=1),
+    default=24,
+    show_default=True,
+    help="Most tokens of an answer.",
+)
+@click.option(
+    "--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", show_default=True
+)
+@output_option
+def demo(path: str | None, lengths: list[int], answer_tokens: int, dtype: str, output: str) -> None:
+    """Show what a hit saves: one long document, several questions, on a real model."""
+    with progress(3 + 2 * len(PATHS) * len(lengths), "kvstore demo") as step:
+        model, tokenizer, real = load_model(path, getattr(torch, dtype), on_progress=step)
+        check_context(model, lengths[-1] + answer_tokens)
+        model.to("cuda" if torch.cuda.is_available() else "cpu")
+        runner = Demo(model, tokenizer, answer_tokens)
+        longest = longest_bytes(model, lengths[-1] + answer_tokens)
+        step(f"providing {2 * longest >> 20} MiB for blocks")
+        with (
+            kvstore.open(dram=longest, gpu=longest) as store,
+            CachedModel(model, store) as cached,
+        ):
+            runner.answer(cached.generate, runner.prompt("", QUESTIONS[0]))  # warm up
+            rows = [
+                row for length in lengths for row in measure(runner, cached, store, length, step)
+            ]
+    if output == "json":
+        print_json(document(model, rows) | {"real_model": real})
+        return
+    facts = document(model, rows)
+    click.echo(f"{facts['model']}, {facts['dtype']}, on {facts['device']}")
+    if model.device.type == "cpu":
+        click.echo("Without CUDA the gpu tier is host memory too: expect gpu and dram to be alike.")
+    click.echo("" if real else "A random model: its answers mean nothing, its times do.\n")
+    click.echo(table(rows))
+
+
+def check_context(model: PreTrainedModel, num_tokens: int) -> None:
+    """Refuse prompts that the model was not made for, before memory is taken for them."""
+    longest = getattr(model.config, "max_position_embeddings", None)
+    if longest is not None and num_tokens > longest:
+        raise click.BadParameter(
+            f"{num_tokens} tokens with the answer are more than the {longest} of the model",
+            param_hint="--tokens",
+        )
 
 
 def longest_bytes(model: PreTrainedModel, num_tokens: int) -> int:
@@ -271,11 +303,12 @@ def longest_bytes(model: PreTrainedModel, num_tokens: int) -> int:
     return int((num_tokens + 1024) * token_bytes)
 
 
-def document(model: PreTrainedModel, rows: Sequence[DemoRow], *, real: bool) -> dict[str, Any]:
+def document(model: PreTrainedModel, rows: Sequence[DemoRow]) -> dict[str, Any]:
     """Return what ``--output json`` prints."""
+    name = Path(model.config.name_or_path).name.partition(".")[0]
     return {
-        "model": Path(model.config.name_or_path).name if real else "random",
-        "real_model": real,
+        "model": name or "random",
+        "real_model": bool(name),
         "device": str(model.device),
         "dtype": str(model.dtype).removeprefix("torch."),
         "rows": [asdict(row) for row in rows],

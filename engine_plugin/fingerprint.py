@@ -1,17 +1,21 @@
 """What a model computes, as a digest: never its name, its path or where it was loaded from.
 
 The digest covers every parameter and buffer (name, dtype, shape, and XXH3-128 of its bytes), the
-module tree, and the state of adapters. It is computed once; each request then asks
-:meth:`Fingerprint.digest`, which looks for signs of change and hashes again what changed:
+module tree, the numbers, strings and flags that modules keep as attributes, and the state of
+adapters. It is computed once; each request then asks :meth:`Fingerprint.digest`, which looks for
+signs of change and hashes again what changed:
 
 1. a parameter, buffer or submodule was added, removed or replaced;
 2. a tensor's memory, version counter, dtype or shape is another one (an optimiser step,
    ``load_state_dict``, ``param.data = ...``);
-3. an adapter was switched, merged, disabled or scaled;
-4. a sample of every tensor's values differs (``param.data.copy_()`` leaves no other trace).
+3. a number, string or flag has another value, or there is one attribute more or less;
+4. an adapter was switched, merged, disabled or scaled;
+5. a sample of every tensor's values differs (``param.data.copy_()`` leaves no other trace).
 
-What no sign shows must be told by :meth:`Fingerprint.refresh`, or kept apart by a salt: a write
-through ``.data`` to a few elements only, and state that is neither tensor nor adapter.
+A write through ``.data`` to a few elements only must be told by :meth:`Fingerprint.refresh`. What
+the digest does not cover at all must be kept apart by a salt: other attributes (lists, tensors that
+are no buffers) and code changed at run time, but for the hooks and instance ``forward`` methods that
+:meth:`Fingerprint.has_hooks` reports.
 """
 
 from __future__ import annotations
@@ -32,7 +36,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 SAMPLE_POINTS, SAMPLE_RUN = 16, 4
-"""Values sampled from each tensor: this many places, so many neighbours at each."""
+"""Values sampled from each tensor: this many places, so many neighbours at each, the last too."""
 
 ADAPTER_STATE = frozenset(
     prefix + name
@@ -47,6 +51,16 @@ ADAPTER_STATE = frozenset(
     )
 )
 """Module attributes by which adapter libraries say what takes part in the forward pass."""
+
+IRRELEVANT_ATTRIBUTES = (
+    vars(torch.nn.Module()).keys()
+    | ADAPTER_STATE
+    | {"name_or_path", "_is_hf_initialized", "_attn_implementation", "gradient_checkpointing"}
+)
+"""Module attributes that say nothing about the result in evaluation mode, or are seen elsewhere."""
+
+PLAIN = frozenset({int, float, bool, str, type(None)})
+"""Types of attributes that are part of the digest."""
 
 OUR_HOOKS = ("transformers.", "accelerate.")
 """Modules whose forward hooks only move or record tensors."""
@@ -80,12 +94,16 @@ MEMBERS = ("_parameters", "_buffers", "_modules")
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 """Where :class:`torch.nn.Module` keeps what it consists of."""
 
+GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
+"""Where ``torch.nn.modules.module`` keeps the hooks of all modules."""
+
 
 class _Signs(NamedTuple):
     """What is compared to notice a change."""
 
     identities: list[int]
     stamps: list[tuple[object, ...]]
+    plain: list[object]
     adapters: list[str]
 
 
@@ -107,6 +125,8 @@ class Fingerprint:
     def __init__(self, model: nn.Module) -> None:
         """Hash the whole model; :class:`UsageError` if a tensor's bytes cannot be read."""
         self._model = model
+        self.structure: list[str] = []
+        """All but values and adapters, as last seen: types, attributes, shapes, dtypes, devices."""
         self._tensor_digests: dict[str, tuple[tuple[object, ...], bytes]] = {}
         self.refresh()
 
@@ -118,25 +138,33 @@ class Fingerprint:
         return self._digest if seen.signs == seen.read_signs() else self._look()
 
     def has_hooks(self) -> bool:
-        """Whether foreign forward hooks are registered, whose effect no digest can tell."""
+        """Whether there is foreign code in the forward pass, whose effect no digest can tell.
+
+        That is a forward hook, of a module or of all, or a ``forward`` put on a single module.
+        Looks at the modules that the last :meth:`digest` saw.
+        """
         return self._seen.has_hooks()
 
     def refresh(self) -> bytes:
-        """Hash everything again and return the digest."""
+        """Hash all that the digest covers again, also tensors without a sign of change."""
         self._tensor_digests.clear()
         return self._look()
 
     def _look(self) -> bytes:
         self._seen = seen = _Seen(self._model)
         known, self._tensor_digests = self._tensor_digests, {}
-        parts: list[str | bytes] = ["weights", repr(seen.signs.adapters)]
+        tree = [f"{path}={own.get(name)!r}" for path, own, name in seen.plain]
         for name, module in seen.modules.items():
-            parts += (name, type(module).__qualname__)
+            tree += (name, type(module).__module__, type(module).__qualname__)
+        for name, tensor in seen.tensors.items():
+            tree += (name, str(tensor.dtype), str(tuple(tensor.shape)))
+        self.structure = tree + [str(tensor.device) for tensor in seen.tensors.values()]
+        parts: list[str | bytes] = ["weights", repr(seen.signs.adapters), *tree]
         for (name, tensor), stamp in zip(seen.tensors.items(), seen.signs.stamps, strict=True):
             found = known.get(name)
             value = found[1] if found and found[0] == stamp else _hash(name, tensor)
             self._tensor_digests[name] = (stamp, value)
-            parts += (name, str(tensor.dtype), str(tuple(tensor.shape)), value)
+            parts.append(value)
         self._digest = framed_digest(*parts)
         return self._digest
 
@@ -150,33 +178,41 @@ class _Seen:
         self.tensors = dict(sorted(named.items()))
         attributes = [vars(module) for module in self.modules.values()]
         self._attributes = attributes
-        self._members = [own[kind] for own in attributes for kind in MEMBERS]
-        self._hooks = [own[kind] for own in attributes for kind in HOOKS]
+        self.plain = [
+            (f"{path}.{name}", own, name)
+            for path, own in zip(self.modules, attributes, strict=True)
+            for name in sorted(own.keys() - IRRELEVANT_ATTRIBUTES)
+            if type(own[name]) in PLAIN
+        ]
         self._adapters = [
             (f"{index}.{name}", own, name)
             for index, own in enumerate(attributes)
             for name in sorted(ADAPTER_STATE & own.keys())
         ]
-        self._alive = [list(members.values()) for members in self._members]  # keeps ids unique
+        self._alive = [list(own[kind].values()) for own in attributes for kind in MEMBERS]
         self._points = _sample_views(self.tensors.values())
         self.signs = self.read_signs()
         self.sample = self.read_sample()
 
     def read_signs(self) -> _Signs:
         identities: list[int] = [sum(map(len, self._attributes))]
-        for members in self._members:
-            identities.extend(map(id, members.values()))
+        for own in self._attributes:  # their dictionaries may be replaced, too
+            for kind in MEMBERS:
+                identities.extend(map(id, own[kind].values()))
         stamps: list[tuple[object, ...]] = [
             (id(t), t.data_ptr(), 0 if t.is_inference() else t._version, t.dtype, t.shape)  # noqa: SLF001
             for t in self.tensors.values()
         ]
         adapters = [f"{path}={_plain(own.get(name))}" for path, own, name in self._adapters]
-        return _Signs(identities, stamps, adapters)
+        return _Signs(identities, stamps, [own.get(name) for _, own, name in self.plain], adapters)
 
     def has_hooks(self) -> bool:
-        return any(
+        everywhere = vars(torch.nn.modules.module)
+        found = [everywhere[kind] for kind in GLOBAL_HOOKS]
+        found += [own[kind] for own in self._attributes for kind in HOOKS]
+        return any("forward" in own for own in self._attributes) or any(
             not str(getattr(hook, "__module__", "")).startswith(OUR_HOOKS)
-            for hooks in self._hooks
+            for hooks in found
             for hook in hooks.values()
         )
 
@@ -196,7 +232,9 @@ def _sample_views(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
         flat = tensor.detach().view(-1).view(integers[width])
         run = min(SAMPLE_RUN, count)
         points = min(SAMPLE_POINTS, count // run)
-        view = flat.as_strided((points, run), (count // points, 1), flat.storage_offset())
+        step = (count - run) // max(points - 1, 1)
+        first = count - run - (points - 1) * step  # the last run ends with the tensor
+        view = flat.as_strided((points, run), (step, 1), flat.storage_offset() + first)
         groups[width, run, tensor.device].append(view)
     return list(groups.values())
 

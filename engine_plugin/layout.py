@@ -4,8 +4,8 @@ The engine keeps the KV of one prompt as ``kv[num_layers, 2, num_kv_heads, capac
 the canonical block (:attr:`kvstore.namespace.KVLayout.shape`) with a longer token axis. So a block
 is a slice of that tensor, and ``n`` blocks that follow one another in a tier and in the prompt are
 one strided copy of ``[n, layer, K|V, head, token, dim]``: no Python per token, layer or head.
-Between devices, whole blocks cross the bus (asynchronously from pinned memory) and the permutation
-runs on the accelerator.
+Between devices, whole blocks cross the bus (towards an accelerator asynchronously, from pinned
+memory) and the permutation runs on the accelerator.
 """
 
 from __future__ import annotations
@@ -83,31 +83,42 @@ def load_blocks(store: Buffers, lease: Lease, destination: torch.Tensor, num_blo
 
     ``destination`` is ``[num_layers, 2, num_kv_heads, capacity, head_dim]`` of the layout's dtype,
     of any strides, on any device; tokens from ``num_blocks * block_tokens`` on are left as they
-    are. On return the bytes are there, so the lease may be released. Raises :class:`UsageError`
+    are. On return the bytes are there, so the lease may be released; after an exception no copy runs. Raises :class:`UsageError`
     when the destination has another geometry or is too short.
     """
     layout = lease.namespace.layout
     positions = np.arange(num_blocks, dtype=np.int64)
     _check(layout, destination, num_blocks)
-    for blocks, tokens in _runs(store, lease, positions, destination):
-        tokens.copy_(blocks.to(tokens.device, non_blocking=True), non_blocking=True)
-    _finish(destination)
+    devices = {destination.device}
+    try:
+        for blocks, tokens in _runs(store, lease, positions, destination):
+            devices.add(blocks.device)
+            towards_cuda = tokens.is_cuda
+            arrived = blocks.to(tokens.device, non_blocking=towards_cuda)
+            tokens.copy_(arrived, non_blocking=towards_cuda)
+    finally:
+        _finish(devices)
 
 
 def save_blocks(store: Buffers, reservation: Reservation, source: torch.Tensor) -> None:
     """Copy the blocks that ``reservation`` asks for out of ``source``.
 
     ``source`` is the KV of the prompt from its first token, shaped as in :func:`load_blocks`. On
-    return the bytes are in the store's slots, so the reservation may be committed. Raises
+    return the bytes are in the store's slots, so the reservation may be committed; after an
+    exception no copy runs, so it may be aborted. Raises
     :class:`UsageError` when the source has another geometry or does not reach far enough.
     """
     layout = reservation.namespace.layout
     positions = np.asarray(reservation.indices, dtype=np.int64)
     _check(layout, source, int(positions.max(initial=-1)) + 1)
-    for blocks, tokens in _runs(store, reservation, positions, source):
-        crossing = blocks.device != tokens.device
-        blocks.copy_(tokens.contiguous() if crossing else tokens, non_blocking=True)
-    _finish(source)
+    devices = {source.device}
+    try:
+        for blocks, tokens in _runs(store, reservation, positions, source):
+            devices.add(blocks.device)
+            crossing = blocks.device != tokens.device
+            blocks.copy_(tokens.contiguous() if crossing else tokens, non_blocking=blocks.is_cuda)
+    finally:
+        _finish(devices)
 
 
 def _check(layout: KVLayout, kv: torch.Tensor, num_blocks: int) -> None:
@@ -160,6 +171,8 @@ def _as_tensor(buffer: torch.Tensor | NDArray[np.uint8]) -> torch.Tensor:
     return buffer if isinstance(buffer, torch.Tensor) else torch.from_numpy(buffer)
 
 
-def _finish(tensor: torch.Tensor) -> None:
-    if tensor.is_cuda:
-        torch.cuda.current_stream(tensor.device).synchronize()
+def _finish(devices: set[torch.device]) -> None:
+    """Wait for the copies, also when one of them failed: nothing may run on in a freed slot."""
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()

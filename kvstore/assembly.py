@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
     from prometheus_client import CollectorRegistry
 
+GIB = 1 << 30
+
 POLICIES: dict[str, Callable[[], EvictionOrder]] = {"lru": LRU}
 """Eviction policies by the name that settings give them."""
 
@@ -34,6 +36,9 @@ def open(  # noqa: A001  (kvstore.open reads as it should)
     **settings: Any,
 ) -> Pool:
     """Open a store inside this process.
+
+    All memory is taken at once, which can take a second or two for each 2 GiB; ``prefault=False``
+    takes it when blocks are first written.
 
     Args:
         config: TOML file with settings; the environment (``KVSTORE_*``) and arguments override it.
@@ -48,11 +53,12 @@ def open(  # noqa: A001  (kvstore.open reads as it should)
 
 def build(settings: Settings, registry: CollectorRegistry | None = None) -> Pool:
     """Build the store that ``settings`` describe; arguments and errors as for :func:`open`."""
+    device = _device(settings) if settings.gpu else "none"
+    _check_memory(settings.dram + (settings.gpu if device == "cpu" else 0))
     tiers = []
     if settings.gpu:
-        tiers.append(_gpu_tier(settings, _device(settings)))
+        tiers.append(_gpu_tier(settings, device))
     if settings.dram:
-        _check_memory(settings)
         capacity = _capacity("dram", settings.dram)
         store = DramStore(capacity, prefault=settings.prefault, pin=_cuda_is_present())
         tiers.append(Tier("dram", store, POLICIES[settings.policy]()))
@@ -77,9 +83,12 @@ def build(settings: Settings, registry: CollectorRegistry | None = None) -> Pool
 def _gpu_tier(settings: Settings, device: str) -> Tier:
     from kvstore.tiers.gpu import GpuStore
 
-    return Tier(
-        "gpu", GpuStore(_capacity("gpu", settings.gpu), device), POLICIES[settings.policy]()
-    )
+    capacity = _capacity("gpu", settings.gpu)
+    try:
+        store = GpuStore(capacity, device)
+    except RuntimeError as error:
+        raise ConfigError(f"gpu={capacity} bytes cannot be had on {device}: {error}") from None
+    return Tier("gpu", store, POLICIES[settings.policy]())
 
 
 def _cuda_is_present() -> bool:
@@ -112,10 +121,10 @@ def _capacity(name: str, size: int) -> int:
     return size // ALIGNMENT * ALIGNMENT
 
 
-def _check_memory(settings: Settings) -> None:
+def _check_memory(wanted: int) -> None:
     usable = usable_memory_bytes(Path("/"))
-    if usable is not None and settings.dram > usable:
+    if usable is not None and wanted > usable:
         raise ConfigError(
-            f"dram={settings.dram} bytes is more than the {usable} bytes this process may use "
-            "(physical memory or control group); see `kvstore doctor`"
+            f"{wanted / GIB:.1f} GiB of host memory for blocks are more than the {usable / GIB:.1f} GiB "
+            "that this process may use: give dram (and gpu, without CUDA) less; see `kvstore doctor`"
         )

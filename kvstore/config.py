@@ -32,7 +32,7 @@ class Settings(BaseModel):
     dram: ByteSize = Field(ByteSize(1 << 30), ge=0)
     """Host memory for blocks, in bytes; 0 for none."""
     gpu: ByteSize = Field(ByteSize(0), ge=0)
-    """Device memory for blocks, in bytes; 0 for none."""
+    """Device memory for blocks, in bytes; 0 for none. Without CUDA this is host memory too."""
     device: str = "auto"
     """torch device of the gpu tier: ``cuda``, ``cuda:1``, ``cpu``; ``auto`` takes CUDA where present."""
     prefault: bool = True
@@ -42,7 +42,7 @@ class Settings(BaseModel):
     policy: Literal["lru"] = "lru"
     """What to evict first."""
     lease_timeout_s: float = Field(60.0, gt=0)
-    """Seconds for which a lookup protects its blocks."""
+    """Seconds for which a lease protects its blocks."""
     max_leases: int = Field(16384, ge=1, le=32000)
     """Leases and reservations held at once; beyond it lookups miss and nothing is stored."""
     max_moves: int = Field(64, ge=1, le=500)
@@ -77,9 +77,9 @@ def load_settings(
         return Settings.model_validate(merged | given)
     except ValidationError as error:
         first = error.errors()[0]
-        raise ConfigError(
-            f"setting {'.'.join(map(str, first['loc']))}={first['input']!r}: {first['msg']}"
-        ) from None
+        size = first["type"] == "byte_size"
+        reason = "not a size: write it as 512MiB or 8GiB" if size else first["msg"]
+        raise ConfigError(f"setting {first['loc'][0]}={first['input']!r}: {reason}") from None
 
 
 def _from_file(file: Path) -> dict[str, Any]:
@@ -105,5 +105,6 @@ def _check_names(names: Iterable[str], what: str, spell: Any) -> None:  # noqa: 
     for name in names:
         if name not in Settings.model_fields:
             near = difflib.get_close_matches(name, Settings.model_fields, 1)
-            hint = f"; did you mean {spell(near[0])}?" if near else ""
+            known = ", ".join(map(spell, Settings.model_fields))
+            hint = f"; did you mean {spell(near[0])}?" if near else f"; known are {known}"
             raise ConfigError(f"unknown {what} {spell(name)}{hint}")

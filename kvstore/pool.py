@@ -22,6 +22,7 @@ until its deadline. On CUDA, wait for the copies to finish before release or com
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from threading import RLock
 from typing import TYPE_CHECKING, Any
@@ -37,7 +38,6 @@ from kvstore.tiers.arena import slot_bytes
 from kvstore.tokens import TOKEN_BYTES, block_keys
 
 if TYPE_CHECKING:
-    from collections import Counter
     from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
@@ -76,7 +76,7 @@ class PoolStats:
     num_namespaces: int
     num_nodes: int
     index_bytes: int
-    counts: dict[tuple[str, ...], int]
+    counts: Counter[tuple[str, ...]]
 
 
 @dataclass(eq=False)
@@ -129,6 +129,8 @@ class Pool:
         """
         if not 0 < max_leases <= MAX_LEASES:
             raise UsageError(f"max_leases must be in 1 .. {MAX_LEASES}, got {max_leases}")
+        if not tiers:
+            raise UsageError("a pool needs at least one tier")
         self.tier_names = tuple(tier.name for tier in tiers)
         self.block_tokens = block_tokens
         self.events = EventLog(max_event_bytes)
@@ -317,8 +319,11 @@ class Pool:
 
         Returns:
             Number of blocks that left the tier.
+
+        Raises:
+            UsageError: unknown tier, or ``tokens`` are not token ids.
         """
-        index = self.tier_names.index(tier)
+        index = self._tier_index(tier)
         with self._lock:
             _, _, ids = self._find(namespace, block_keys(namespace, tokens))
             table = self._residency.table
@@ -347,7 +352,7 @@ class Pool:
 
     def buffer(self, tier: str) -> Any:  # noqa: ANN401  (numpy array or torch tensor)
         """Memory of ``tier``, uint8 ``[capacity_bytes]``: a numpy array on the host, else a torch tensor."""
-        return self._residency.tiers[self.tier_names.index(tier)].store.buffer
+        return self._residency.tiers[self._tier_index(tier)].store.buffer
 
     def drain(self) -> None:
         """Wait until every move between tiers that was started is done."""
@@ -377,7 +382,7 @@ class Pool:
                 num_nodes=sum(tree.num_nodes for tree in trees),
                 index_bytes=sum(tree.num_blocks * (tree.key_bytes + 4) for tree in trees)
                 + residency.table.nbytes,
-                counts=dict(self._counts),
+                counts=Counter(self._counts),
             )
 
     def close(self) -> None:
@@ -421,6 +426,11 @@ class Pool:
         ids = found.block_ids()
         hidden = self._residency.table.states[ids] != BlockState.READY
         return tree, found, ids[: int(hidden.argmax())] if hidden.any() else ids
+
+    def _tier_index(self, name: str) -> int:
+        if name not in self.tier_names:
+            raise UsageError(f"unknown tier {name!r}: there are {', '.join(self.tier_names)}")
+        return self.tier_names.index(name)
 
     def _may_hold(self) -> bool:
         """Whether one more lease or reservation may hold blocks; counted when not."""

@@ -39,8 +39,8 @@ def test_none_means_not_given():
     [
         (lambda: load(drm="1GiB"), "drm; did you mean dram"),
         (lambda: load({"KVSTORE_DRM": "1GiB"}), "KVSTORE_DRM; did you mean KVSTORE_DRAM"),
-        (lambda: load({"KVSTORE_ZZZZ": "1"}), "KVSTORE_ZZZZ$"),
-        (lambda: load(dram="lots"), "dram='lots'"),
+        (lambda: load({"KVSTORE_ZZZZ": "1"}), "KVSTORE_ZZZZ; known are KVSTORE_DRAM, "),
+        (lambda: load(dram="lots"), "dram='lots': not a size: write it as 512MiB"),
         (lambda: load(dram=-1), "dram=-1"),
         (lambda: load(block_tokens=0), "block_tokens=0"),
         (lambda: load(policy="fifo"), "policy='fifo'"),
