@@ -8,6 +8,8 @@ plain full-attention KV of every token is refused, with the reason.
 from __future__ import annotations
 
 import inspect
+import logging
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,11 +24,15 @@ from kvstore.errors import UsageError
 from kvstore.namespace import Namespace
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     import numpy as np
     from numpy.typing import NDArray
     from transformers import PreTrainedModel
 
     from kvstore.namespace import KVLayout
+
+logger = logging.getLogger(__name__)
 
 PROBE_TOKENS, PROBE_PREFIX = 12, 7
 OWN_ATTENTION = "sdpa"
@@ -37,91 +43,123 @@ LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope", "su"})
 
 
 class ModelAdapter:
-    """One model that can be cached. Not thread-safe.
+    """One model that can be cached, probed again when it has changed. Not thread-safe.
 
-    Cached requests compute with :mod:`engine_plugin.attention` where the model used ``"sdpa"``.
+    Cached requests compute with :mod:`engine_plugin.attention` where the model uses ``"sdpa"``;
+    between requests the model has its own.
     """
 
-    @torch.no_grad()
     def __init__(
         self, model: PreTrainedModel, block_tokens: int, *, tenant: str | None, salt: str | None
     ) -> None:
         """Probe ``model``; :class:`UsageError` says why it cannot be cached."""
         self._model, self._tenant, self._salt = model, tenant, salt
+        self._block_tokens = block_tokens
         self._workspace = Workspace()
-        self._replaceable = True
-        check_config(model)
-        self.keyword = cache_keyword(model)
-        """Name of the argument by which ``forward`` and ``generate`` take a cache."""
-        self.layout, logits = probe_layout(model, block_tokens)
-        self.fingerprint = Fingerprint(model)
-        self._settings = settings_digest(model.config.to_dict())
-        self._parameters = inspect.signature(model.forward).parameters.keys()
-        before = self.fingerprint.digest()
-        try:
-            self._choose_attention(logits)
-            self._check_unchanged(before)
-        except Exception:
-            self.close()
-            raise
+        self._probe()
+        self._probed: object = self._state()
+        self._fits = True
 
-    def _check_unchanged(self, digest: bytes) -> None:
-        if self.fingerprint.digest() != digest:
-            raise UsageError("its buffers change when it runs")
+    @torch.no_grad()
+    def _probe(self) -> None:
+        check_config(self._model)
+        self.keyword = cache_keyword(self._model)
+        """Name of the argument by which ``forward`` and ``generate`` take a cache."""
+        self.layout, logits = probe_layout(self._model, self._block_tokens)
+        self.fingerprint = Fingerprint(self._model)
+        self._parameters = inspect.signature(self._model.forward).parameters.keys()
+        before = self.fingerprint.digest()
+        self._choose_attention(logits)
+        if self.fingerprint.digest() != before:
+            raise UsageError("its buffers or attributes change when it runs")
 
     def _choose_attention(self, logits: torch.Tensor) -> None:
         """Take ours if that, or else the model's own, continues a cached prefix rightly."""
         if attention.IMPLEMENTATION not in AttentionInterface():
             attention.register()
-        self.use_attention(attention.IMPLEMENTATION)
-        if self._attention == attention.IMPLEMENTATION:
-            try:
+        self._replaceable = self._attention == OWN_ATTENTION
+        try:
+            with self.our_attention():
+                self._replaceable &= self._attention == attention.IMPLEMENTATION
                 return probe_split(self._model, logits)
-            except Exception:  # noqa: BLE001 - the model's own may still do
-                self.use_attention(OWN_ATTENTION)
-                self._replaceable = False
+        except Exception:
+            if not self._replaceable:
+                raise
+            self._replaceable = False  # the model's own may still do
         return probe_split(self._model, logits)
 
-    def use_attention(self, name: str) -> None:
-        """Make the model compute with ours or with its own, unless it has a third one."""
-        if self._replaceable and self._attention in {OWN_ATTENTION, attention.IMPLEMENTATION} - {
-            name
-        }:
-            self._model.set_attn_implementation(name)
+    @contextmanager
+    def our_attention(self) -> Iterator[None]:
+        """Let the model compute with ours in here, unless it has a third one."""
+        with self._attention_instead(OWN_ATTENTION, attention.IMPLEMENTATION):
+            yield
+
+    @contextmanager
+    def own_attention(self) -> Iterator[None]:
+        """Let the model compute with its own in here, also inside :meth:`our_attention`."""
+        with self._attention_instead(attention.IMPLEMENTATION, OWN_ATTENTION):
+            yield
+
+    @contextmanager
+    def _attention_instead(self, before: str, name: str) -> Iterator[None]:
+        switch = self._replaceable and self._attention == before
+        try:
+            if switch:
+                self._model.set_attn_implementation(name)
+            yield
+        finally:
+            if switch:
+                self._model.set_attn_implementation(before)
 
     @property
     def _attention(self) -> str | None:
         name: str | None = self._model.config._attn_implementation  # noqa: SLF001 - no public way
         return name
 
-    def close(self) -> None:
-        """Give the model its own attention back, and the spare buffer to the system."""
-        self.use_attention(OWN_ATTENTION)
-        self._workspace = Workspace()
+    def namespace(self) -> Namespace | str:
+        """Return the namespace of the model as it is now, or why it cannot be cached now.
 
-    def obstacle(self) -> str | None:
-        """Return why the model cannot be cached in its present state, or None."""
+        Looks for changes: other weights get another namespace, another structure is probed first.
+        """
         if self._model.training:
             return "training"
         if torch.is_autocast_enabled(self._model.device.type):
             return "autocast"
-        return "hooks" if self.fingerprint.has_hooks() else None
-
-    def namespace(self) -> Namespace:
-        """Return the namespace of the model as it is now; looks for changed weights."""
+        digest = self.fingerprint.digest()
+        if self.fingerprint.has_hooks():
+            return "hooks"
+        state = self._state()
+        if state != self._probed:
+            self._probed, self._fits = state, False
+            try:
+                self._probe()
+            except Exception as error:  # noqa: BLE001 - whatever the probe hits, the model still runs
+                logger.warning("the model has changed, and runs without prefix cache: %s", error)
+            else:
+                digest, self._fits = self.fingerprint.digest(), True
+                self._probed = state = self._state()
+        if not self._fits:
+            return "changed"
         return Namespace(
-            model=self.fingerprint.digest(),
+            model=digest,
             layout=self.layout,
-            settings=self._settings,
+            settings=state[1],
             tenant=self._tenant,
             salt=self._salt,
         )
 
-    def new_cache(self, batch: int, tokens: int) -> BufferCache:
-        """Return an empty cache with room for ``tokens``; its memory holds anything."""
+    def _state(self) -> tuple[list[str], bytes]:
+        """Return what decides whether and how the model can be cached."""
+        return self.fingerprint.structure, settings_digest(self._model.config.to_dict())
+
+    def new_cache(self, batch: int, tokens: int, most_slack: float) -> BufferCache:
+        """Return an empty cache with room for ``tokens``; its memory holds anything.
+
+        ``most_slack`` is as for :meth:`engine_plugin.cache.Workspace.take`.
+        """
         layers, two, heads, _, dim = self.layout.shape
         shape = (layers, two, batch, heads, tokens, dim)
-        kv = self._workspace.take(shape, torch_dtype(self.layout), self._model.device)
+        kv = self._workspace.take(shape, torch_dtype(self.layout), self._model.device, most_slack)
         return BufferCache(kv)
 
     def recycle(self, cache: BufferCache) -> None:
@@ -169,6 +207,10 @@ def cache_keyword(model: PreTrainedModel) -> str:
 
 def check_config(model: PreTrainedModel) -> None:
     """Raise :class:`UsageError` if the configuration alone says that KV cannot be reused."""
+    if hasattr(model, "_orig_mod"):
+        raise UsageError("it is the wrapper of torch.compile; wrap the uncompiled model")
+    if any(hasattr(module, "rope_deltas") for module in model.modules()):
+        raise UsageError("it keeps positions between requests (rope_deltas)")
     if model.training:
         raise UsageError("it is in training mode; call model.eval() before wrapping it")
     if model.config.is_encoder_decoder:

@@ -94,17 +94,15 @@ class BufferLayer(DynamicLayer):  # type: ignore[misc]
 class BufferCache(DynamicCache):  # type: ignore[misc]
     """The cache of one request, over ``kv[layers, 2, batch, heads, capacity, dim]``.
 
-    The cache owns the tensor until it is given up; its first ``tokens`` tokens are the content.
+    The cache owns the tensor until it is given up.
     """
 
-    def __init__(self, kv: torch.Tensor, tokens: int = 0) -> None:
-        """Build the layers over ``kv``, of which ``tokens`` tokens are filled in already."""
+    def __init__(self, kv: torch.Tensor) -> None:
+        """Build empty layers over ``kv``."""
         storage = _Storage(kv)
         layers: Sequence[BufferLayer] = [BufferLayer(storage, i) for i in range(kv.shape[0])]
         Cache.__init__(self, layers=list(layers))
         self._storage = storage
-        if tokens:
-            self.show(tokens)
 
     @property
     def kv(self) -> torch.Tensor:
@@ -141,13 +139,24 @@ class Workspace:
         self._spare: torch.Tensor | None = None
 
     def take(
-        self, shape: tuple[int, int, int, int, int, int], dtype: torch.dtype, device: torch.device
+        self,
+        shape: tuple[int, int, int, int, int, int],
+        dtype: torch.dtype,
+        device: torch.device,
+        most_slack: float,
     ) -> torch.Tensor:
-        """Return an uninitialised tensor of ``shape``, its capacity (axis 4) rounded up."""
+        """Return an uninitialised tensor of ``shape``, its capacity (axis 4) rounded up.
+
+        Spare memory more than ``most_slack`` times as large is kept for others: a finite number for
+        memory that will not come back.
+        """
         layers, two, batch, heads, capacity, dim = shape
         capacity = -(-capacity // GRANULE_TOKENS) * GRANULE_TOKENS
         count = layers * two * batch * heads * capacity * dim
-        spare, self._spare = self._spare, None
+        if self._spare is None or self._spare.numel() <= most_slack * count:
+            spare, self._spare = self._spare, None
+        else:
+            spare = None
         if spare is None or spare.numel() < count or (spare.dtype, spare.device) != (dtype, device):
             with torch.inference_mode(mode=False):  # else later requests could not write to it
                 spare = torch.empty(count, dtype=dtype, device=device)

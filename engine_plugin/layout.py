@@ -83,8 +83,8 @@ def load_blocks(store: Buffers, lease: Lease, destination: torch.Tensor, num_blo
 
     ``destination`` is ``[num_layers, 2, num_kv_heads, capacity, head_dim]`` of the layout's dtype,
     of any strides, on any device; tokens from ``num_blocks * block_tokens`` on are left as they
-    are. On return the bytes are there, so the lease may be released; after an exception no copy runs. Raises :class:`UsageError`
-    when the destination has another geometry or is too short.
+    are. On return the bytes are there, so the lease may be released, and after an exception no copy
+    runs on. Raises :class:`UsageError` when the destination has another geometry or is too short.
     """
     layout = lease.namespace.layout
     positions = np.arange(num_blocks, dtype=np.int64)
@@ -105,7 +105,7 @@ def save_blocks(store: Buffers, reservation: Reservation, source: torch.Tensor) 
 
     ``source`` is the KV of the prompt from its first token, shaped as in :func:`load_blocks`. On
     return the bytes are in the store's slots, so the reservation may be committed; after an
-    exception no copy runs, so it may be aborted. Raises
+    exception no copy runs on, so it may be aborted. Raises
     :class:`UsageError` when the source has another geometry or does not reach far enough.
     """
     layout = reservation.namespace.layout

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 
 from engine_plugin.layout import Buffers, load_blocks, save_blocks
-from kvstore.errors import LeaseExpiredError
+from kvstore.errors import LeaseExpiredError, LeaseNotHeldError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -181,9 +181,10 @@ class PrefixStore:
             reservation = self._store.reserve(namespace, tokens)
             try:
                 save_blocks(self._store, reservation, source)
+                stats.offloaded_blocks += self._store.commit(reservation)
             except BaseException:
-                self._store.abort(reservation)
+                with suppress(LeaseNotHeldError):  # a commit that failed may have ended it
+                    self._store.abort(reservation)
                 raise
-            stats.offloaded_blocks += self._store.commit(reservation)
             self.counts["offload.refused_blocks"] += reservation.refused
         stats.offload_s += self._clock() - started

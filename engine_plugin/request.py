@@ -87,7 +87,8 @@ class Settings:
             return "own_cache"
         if (self.get("num_beams") or 1) > 1 or (self.get("num_return_sequences") or 1) > 1:
             return "beams"
-        return "model_inputs" if self.arguments.keys() - HARMLESS else None
+        given = {name for name, value in self.arguments.items() if value is not None}
+        return "model_inputs" if given - HARMLESS else None
 
     def new_tokens(self, prompt_tokens: int) -> int:
         """Return how many tokens may be generated."""
@@ -109,8 +110,8 @@ class Prompts:
     """Tokens of each prompt: the last ones of its row."""
 
     def tokens(self) -> list[NDArray[np.int32]]:
-        """Return each prompt without padding."""
-        rows = self.ids.to("cpu", torch.int32).numpy()
+        """Return each prompt without padding, as copies: ``generate`` lets others edit ``ids``."""
+        rows = self.ids.to("cpu", torch.int32, copy=True).numpy()
         return [row[-length:] for row, length in zip(rows, self.lengths, strict=True)]
 
 
@@ -145,16 +146,26 @@ def _infer_mask(ids: torch.Tensor, settings: Settings) -> torch.Tensor:
     return torch.ones_like(ids) if pad is None or pad in ends else ids.ne(pad).long()
 
 
-class FirstToken:
-    """Takes the time when the prompt is computed, and when the first token is chosen.
+class Watch:
+    """Sees when the prompt is computed, when the first token is chosen, and which tokens are.
 
-    ``generate`` calls the processors between the two, and the criteria after both.
+    ``generate`` calls the processors between the two, and the criteria after both: with the token
+    that the next forward pass gets, while processors may edit older ones in place.
     """
 
     def __init__(self, clock: Callable[[], float], synchronise: Callable[[], None]) -> None:
         """Read ``clock`` after ``synchronise``: twice a request."""
         self._clock, self._synchronise = clock, synchronise
         self.computed_at = self.sampled_at = 0.0
+        self._chosen: list[torch.Tensor] = []
+
+    def note(self, tokens: torch.Tensor) -> None:
+        """Keep one token of each row."""
+        self._chosen.append(tokens.clone())
+
+    def tokens(self) -> NDArray[np.int32]:
+        """Return what was generated, ``[batch, tokens]``; at least one token must have been."""
+        return torch.stack(self._chosen, dim=1).to("cpu", torch.int32).numpy()
 
     def now(self) -> float:
         """Return the time when the device has done all that it was told."""
@@ -166,23 +177,24 @@ class FirstToken:
         return LogitsProcessorList([*(others or ()), _NoteComputed(self)])
 
     def criteria(self, others: list[StoppingCriteria] | None) -> StoppingCriteriaList:
-        """Return ``others`` and one that notes the first call and never stops."""
+        """Return ``others`` and one that notes every call and never stops."""
         return StoppingCriteriaList([*(others or ()), _NoteSampled(self)])
 
 
 class _NoteComputed(LogitsProcessor):  # type: ignore[misc]
-    def __init__(self, first: FirstToken) -> None:
-        self._first = first
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
-        self._first.computed_at = self._first.computed_at or self._first.now()
+        self._watch.computed_at = self._watch.computed_at or self._watch.now()
         return scores
 
 
 class _NoteSampled(StoppingCriteria):  # type: ignore[misc]
-    def __init__(self, first: FirstToken) -> None:
-        self._first = first
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
 
     def __call__(self, input_ids: torch.Tensor, scores: object, **_: object) -> torch.Tensor:  # noqa: ARG002
-        self._first.sampled_at = self._first.sampled_at or self._first.now()
+        self._watch.sampled_at = self._watch.sampled_at or self._watch.now()
+        self._watch.note(input_ids[:, -1])
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)

@@ -17,8 +17,10 @@ serialises the model; nothing outlives a request but counters and one spare buff
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakKeyDictionary
@@ -26,16 +28,17 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
-from engine_plugin import attention
-from engine_plugin.adapter import OWN_ATTENTION, ModelAdapter
+from engine_plugin.adapter import ModelAdapter
 from engine_plugin.prefix import PrefixStore, RequestStats
-from engine_plugin.request import FirstToken, Prompts, Settings, find_prompts
+from engine_plugin.request import Prompts, Settings, Watch, find_prompts
 from kvstore.errors import UsageError
+from kvstore.tokens import token_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from transformers import PreTrainedModel
+    from numpy.typing import NDArray
+    from transformers import GenerationConfig, PreTrainedModel
 
     from engine_plugin.cache import BufferCache
     from engine_plugin.prefix import Store
@@ -48,6 +51,9 @@ _LOCKS: WeakKeyDictionary[PreTrainedModel, threading.RLock] = WeakKeyDictionary(
 
 HEADROOM_TOKENS = 1024
 """Most new tokens that memory is taken for at once; for longer answers the cache grows."""
+
+MOST_SLACK = 2
+"""How much larger than needed the memory of a cache may be that the caller gets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +70,8 @@ class CachedModel:
     """A causal language model of Transformers whose prompts share prefixes through a store.
 
     Thread-safe, also with others that wrap the same model. The store stays the caller's. Cached
-    requests compute with :mod:`engine_plugin.attention` where the model would use ``"sdpa"``: until
-    :meth:`close`, do not call the model itself from other threads.
+    requests compute with :mod:`engine_plugin.attention` where the model would use ``"sdpa"``; between
+    requests it is itself. During one, do not call it from other threads.
     """
 
     def __init__(  # noqa: PLR0913 - one setting each
@@ -97,6 +103,8 @@ class CachedModel:
         self._lock = _LOCKS.setdefault(model, threading.RLock())
         self._of_thread = threading.local()
         self._adapter: ModelAdapter | None = None
+        self._uncached = "model"
+        """Why there is no adapter."""
         try:
             with self._lock:
                 self._adapter = ModelAdapter(model, store.block_tokens, tenant=tenant, salt=salt)
@@ -104,13 +112,12 @@ class CachedModel:
             logger.warning("%s runs without a prefix cache: %s", type(model).__name__, error)
 
     def close(self) -> None:
-        """Give the model its own attention back. The store stays open."""
+        """Give up memory; from now on, requests go to the model. The store stays open."""
         with self._lock:
-            if self._adapter is not None:
-                self._adapter.close()
+            self._adapter, self._uncached = None, "closed"
 
     def __enter__(self) -> CachedModel:
-        """Return the model itself."""
+        """Return this."""
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -130,8 +137,7 @@ class CachedModel:
 
     def stats(self) -> dict[str, int]:
         """Return counters since the start: prompts, tokens, hits; misses and bypasses by reason."""
-        with self._lock:
-            return dict(self._prefixes.counts)
+        return dict(self._prefixes.counts)  # without the lock, which a request holds for long
 
     def namespace(self) -> Namespace | None:
         """Return the namespace of the model as it is now, or None if it cannot be cached now."""
@@ -140,7 +146,10 @@ class CachedModel:
             return None if isinstance(found, str) else found[1]
 
     def refresh(self) -> None:
-        """Hash the weights again: for changes that leave no sign."""
+        """Hash the weights again: for writes of a few elements through ``.data``.
+
+        It does not help with what no digest covers (:mod:`engine_plugin.fingerprint`).
+        """
         with self._lock:
             if self._adapter is not None:
                 self._adapter.fingerprint.refresh()
@@ -154,10 +163,11 @@ class CachedModel:
 
         Raises:
             UsageError: no tokens, or the model or its present state cannot be cached.
+            TokenError: not token ids in one dimension.
         """
-        ids = np.ascontiguousarray(torch.as_tensor(tokens).cpu(), dtype=np.int32)
-        if ids.ndim != 1 or not len(ids):
-            raise UsageError(f"prefill needs at least one token in one dimension, got {ids.shape}")
+        ids = np.frombuffer(token_bytes(tokens), np.int32)
+        if not len(ids):
+            raise UsageError("prefill needs at least one token")
         called = self._clock()
         with self._lock:
             stats = self._start(called, len(ids))
@@ -165,10 +175,11 @@ class CachedModel:
             if isinstance(found, str):
                 raise UsageError(f"the model cannot be cached now: {found}")
             adapter, namespace = found
-            cache = adapter.new_cache(1, len(ids))
+            cache = adapter.new_cache(1, len(ids), MOST_SLACK)
             known = self._prefixes.load(namespace, ids, cache.kv[:, :, 0], stats)
             cache.show(known)
-            logits = adapter.compute(cache, ids, known, self._chunk_tokens)
+            with adapter.our_attention():
+                logits = adapter.compute(cache, ids, known, self._chunk_tokens)
             adapter.synchronise()
             stats.prefill_s = self._clock() - called - stats.queue_s
             self._prefixes.save(namespace, ids, cache.kv[:, :, 0], stats)
@@ -177,36 +188,43 @@ class CachedModel:
     @torch.no_grad()
     def generate(
         self,
+        inputs: torch.Tensor | None = None,
+        generation_config: GenerationConfig | None = None,
+        *,
         input_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         **arguments: Any,
     ) -> Any:  # noqa: ANN401 - as model.generate
         """Do what ``model.generate`` does, computing only what is not stored.
 
-        ``input_ids`` and ``attention_mask`` are ``[batch, width]``, padded on either side; the
-        result is what ``model.generate`` returns. New whole blocks of prompts and answers are
-        offloaded afterwards; in a batch, prompts already when they are computed. When the model
-        raises, nothing else is offloaded and the exception goes on.
+        ``inputs`` (or ``input_ids``) and ``attention_mask`` are ``[batch, width]``, padded on
+        either side; the result is what ``model.generate`` returns. New whole blocks of prompts and
+        answers are offloaded afterwards; in a batch, prompts already when they are computed. When
+        the model raises, nothing else is offloaded and the exception goes on.
         """
         called = self._clock()
-        if input_ids is None:
-            input_ids = arguments.pop("inputs", None)
+        if inputs is None:
+            inputs = input_ids
+        elif input_ids is not None:
+            arguments["input_ids"] = input_ids  # for the model to refuse
+        if generation_config is not None:
+            arguments["generation_config"] = generation_config
         settings = Settings(self._model, arguments)
-        prompts = settings.bypass_reason() or find_prompts(input_ids, attention_mask, settings)
+        prompts = settings.bypass_reason() or find_prompts(inputs, attention_mask, settings)
         with self._lock:
             if isinstance(prompts, Prompts):
                 stats = self._start(called, sum(prompts.lengths))
                 found = self._find_namespace(stats)
                 if not isinstance(found, str):
-                    return self._generate(*found, prompts, settings, called)
+                    with found[0].our_attention():
+                        return self._generate(*found, prompts, settings, called)
                 reason = found
             else:
                 stats, reason = self._start(called, 0), prompts
             stats.miss = f"bypass.{reason}"
             self._prefixes.counts[stats.miss] += 1
-            if self._adapter is not None:
-                self._adapter.use_attention(OWN_ATTENTION)
-            return self._model.generate(input_ids, attention_mask=attention_mask, **arguments)
+            with self._adapter.own_attention() if self._adapter else nullcontext():
+                return self._model.generate(inputs, attention_mask=attention_mask, **arguments)
 
     def _start(self, called: float, prompt_tokens: int) -> RequestStats:
         stats = RequestStats(prompt_tokens=prompt_tokens, queue_s=self._clock() - called)
@@ -217,16 +235,13 @@ class CachedModel:
         """Return the model's adapter and its namespace now, or why it cannot be cached."""
         adapter, started = self._adapter, self._clock()
         if adapter is None:
-            return "model"
-        if obstacle := adapter.obstacle():
-            return obstacle
+            return self._uncached
         with self._prefixes.tolerate("fingerprint") as failed:
-            namespace = adapter.namespace()
+            found = adapter.namespace()
         stats.lookup_s += self._clock() - started
         if failed:
             return "fingerprint"
-        adapter.use_attention(attention.IMPLEMENTATION)
-        return adapter, namespace
+        return found if isinstance(found, str) else (adapter, found)
 
     def _generate(
         self,
@@ -236,22 +251,24 @@ class CachedModel:
         settings: Settings,
         called: float,
     ) -> Any:  # noqa: ANN401
-        width, stats = prompts.ids.shape[1], self.last
+        width, stats, tokens = prompts.ids.shape[1], self.last, prompts.tokens()
         room = min(settings.new_tokens(width), HEADROOM_TOKENS)
-        cache = adapter.new_cache(len(prompts.lengths), width + room)
-        self._fill(adapter, namespace, cache, prompts)
-        first = FirstToken(self._clock, adapter.synchronise)
+        slack = MOST_SLACK if settings.get("return_dict_in_generate") else math.inf
+        cache = adapter.new_cache(len(tokens), width + room, slack)
+        self._fill(adapter, namespace, cache, tokens, width)
+        watch = Watch(self._clock, adapter.synchronise)
         arguments = settings.arguments | {
             adapter.keyword: cache,
             "attention_mask": prompts.mask,
-            "logits_processor": first.processors(settings.arguments.get("logits_processor")),
-            "stopping_criteria": first.criteria(settings.arguments.get("stopping_criteria")),
+            "logits_processor": watch.processors(settings.arguments.get("logits_processor")),
+            "stopping_criteria": watch.criteria(settings.arguments.get("stopping_criteria")),
         }
         output = self._model.generate(prompts.ids, **arguments)
-        stats.prefill_s = first.computed_at - called - stats.queue_s
-        stats.sample_s = first.sampled_at - first.computed_at
+        stats.prefill_s = watch.computed_at - called - stats.queue_s
+        stats.sample_s = watch.sampled_at - watch.computed_at
+        if cache.in_buffer:
+            self._save_answers(namespace, cache, tokens, watch.tokens(), width)
         sequences = output if isinstance(output, torch.Tensor) else output.sequences
-        self._save_answers(namespace, cache, prompts, sequences, stats)
         if prompts.given is not prompts.ids:
             sequences[:, :width] = prompts.given
         if sequences is output:  # otherwise the caller sees the cache
@@ -259,14 +276,19 @@ class CachedModel:
         return output
 
     def _fill(
-        self, adapter: ModelAdapter, namespace: Namespace, cache: BufferCache, prompts: Prompts
+        self,
+        adapter: ModelAdapter,
+        namespace: Namespace,
+        cache: BufferCache,
+        prompts: list[NDArray[np.int32]],
+        width: int,
     ) -> None:
         """Load the prompts, and compute what ``generate`` is not to compute at once.
 
         Of a prompt alone it gets the last chunk; of a batch, the last token of every row.
         """
-        width, alone, shown = prompts.ids.shape[1], len(prompts.lengths) == 1, 0
-        for index, ids in enumerate(prompts.tokens()):
+        alone, shown = len(prompts) == 1, 0
+        for index, ids in enumerate(prompts):
             pad = width - len(ids)
             cache.kv[:, :, index, :, :pad].zero_()  # masked, but NaN would spread all the same
             row = cache.row(index, pad)
@@ -285,18 +307,15 @@ class CachedModel:
         self,
         namespace: Namespace,
         cache: BufferCache,
-        prompts: Prompts,
-        sequences: torch.Tensor,
-        stats: RequestStats,
+        prompts: list[NDArray[np.int32]],
+        answers: NDArray[np.int32],
+        width: int,
     ) -> None:
-        if not cache.in_buffer:
-            return
         written = cache.get_seq_length()  # the last token was never computed
-        rows = sequences[:, :written].to("cpu", torch.int32).numpy()
-        for index, length in enumerate(prompts.lengths):
-            pad = prompts.ids.shape[1] - length
-            ids = rows[index, pad:]
-            if len(rows) > 1:  # an answer that ended before others goes on with pad tokens
+        for index, prompt in enumerate(prompts):
+            pad = width - len(prompt)
+            ids = np.concatenate([prompt, answers[index]])[: written - pad]
+            if len(prompts) > 1:  # an answer that ended before others goes on with pad tokens
                 others = np.flatnonzero(ids != ids[-1])
                 ids = ids[: others[-1] + 2] if len(others) else ids[:1]
-            self._prefixes.save(namespace, ids, cache.kv[:, :, index, :, pad:], stats)
+            self._prefixes.save(namespace, ids, cache.kv[:, :, index, :, pad:], self.last)

@@ -1,0 +1,5 @@
+"""``python -m kvstore`` is the command ``kvstore``."""
+
+from kvstore.cli.main import main
+
+main()
