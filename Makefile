@@ -13,10 +13,10 @@ PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check \
 say = @echo "==> $(1)" >&2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu check bench wheel-test format clean clean-all setup
+.PHONY: help demo test test-gpu check bench conformance wheel-test format clean clean-all setup
 
 help:  ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.run $(VENV)/.model  ## Set up, then show what a hit saves (ARGS="--help")
 	@$(BIN)/kvstore demo $(ARGS)
@@ -36,6 +36,9 @@ check: setup  ## Lint, formatting, types, and who may import whom
 bench: setup  ## Measure the index, and time to first token
 	$(BIN)/python -m bench.index $(ARGS)
 	$(BIN)/python -m bench.ttft $(ARGS)
+
+conformance: setup  ## Compare answers with and without the store (many minutes)
+	$(BIN)/python -m bench.conformance $(ARGS)
 
 wheel-test: $(VENV)/.dev  ## Build the wheel and try it in an empty environment
 	rm -rf .build

@@ -102,7 +102,6 @@ def converse(model: Any, store: Pool, conversations: int, seed: int) -> Tally:
             seen = cached.cached.last
             tally.prompt_tokens += seen.prompt_tokens
             tally.hit_tokens += seen.hit_tokens
-            cached.cached.close()
             tally.turns += len(asked)
             for prompt, answer in zip(asked, answers, strict=True):
                 tally.different += answer != generate(model, [prompt])[0]

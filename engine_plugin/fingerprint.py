@@ -55,7 +55,14 @@ ADAPTER_STATE = frozenset(
 IRRELEVANT_ATTRIBUTES = (
     vars(torch.nn.Module()).keys()
     | ADAPTER_STATE
-    | {"name_or_path", "_is_hf_initialized", "_attn_implementation", "gradient_checkpointing"}
+    | {
+        "name_or_path",
+        "_is_hf_initialized",
+        "_attn_implementation",
+        "_output_capturing_hooks_installed",
+        "_use_kernels",
+        "gradient_checkpointing",
+    }
 )
 """Module attributes that say nothing about the result in evaluation mode, or are seen elsewhere."""
 
@@ -204,7 +211,9 @@ class _Seen:
             for t in self.tensors.values()
         ]
         adapters = [f"{path}={_plain(own.get(name))}" for path, own, name in self._adapters]
-        return _Signs(identities, stamps, [own.get(name) for _, own, name in self.plain], adapters)
+        values = [own.get(name) for _, own, name in self.plain]
+        plain = [value if type(value) in PLAIN else type(value) for value in values]
+        return _Signs(identities, stamps, plain, adapters)
 
     def has_hooks(self) -> bool:
         everywhere = vars(torch.nn.modules.module)

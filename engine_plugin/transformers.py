@@ -32,7 +32,7 @@ from engine_plugin.adapter import ModelAdapter
 from engine_plugin.prefix import PrefixStore, RequestStats
 from engine_plugin.request import Prompts, Settings, Watch, find_prompts
 from kvstore.errors import UsageError
-from kvstore.tokens import token_bytes
+from radix import TokenError, token_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -162,10 +162,12 @@ class CachedModel:
             tokens: token ids, a one-dimensional tensor, array or sequence; at least one.
 
         Raises:
-            UsageError: no tokens, or the model or its present state cannot be cached.
-            TokenError: not token ids in one dimension.
+            UsageError: no token ids, or the model or its present state cannot be cached.
         """
-        ids = np.frombuffer(token_bytes(tokens), np.int32)
+        try:
+            ids = np.frombuffer(token_bytes(tokens), np.int32).copy()
+        except TokenError as error:
+            raise UsageError(str(error)) from error
         if not len(ids):
             raise UsageError("prefill needs at least one token")
         called = self._clock()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 import torch
@@ -84,14 +85,24 @@ def test_a_row_writes_into_the_whole():
 def test_a_workspace_lends_its_memory_once():
     workspace, shape = Workspace(), (3, 2, 1, 2, 300, 4)
     cpu = torch.device("cpu")
-    first = workspace.take(shape, torch.float32, cpu)
+    first = workspace.take(shape, torch.float32, cpu, math.inf)
     assert first.shape == (3, 2, 1, 2, 512, 4)
     workspace.give_back(first)
-    second = workspace.take((3, 2, 1, 2, 10, 4), torch.float32, cpu)
-    third = workspace.take(shape, torch.float32, cpu)
+    second = workspace.take((3, 2, 1, 2, 10, 4), torch.float32, cpu, math.inf)
+    third = workspace.take(shape, torch.float32, cpu, math.inf)
     pointers = [each.untyped_storage().data_ptr() for each in (first, second, third)]
     assert pointers[0] == pointers[1] != pointers[2]
     workspace.give_back(second)  # all of its memory, not only what was used
-    assert workspace.take(shape, torch.float32, cpu).data_ptr() == pointers[0]
+    assert workspace.take(shape, torch.float32, cpu, math.inf).data_ptr() == pointers[0]
     workspace.give_back(third)
-    assert workspace.take(shape, torch.bfloat16, cpu).data_ptr() != pointers[2]
+    assert workspace.take(shape, torch.bfloat16, cpu, math.inf).data_ptr() != pointers[2]
+
+
+def test_memory_that_will_not_come_back_is_not_much_more_than_needed():
+    workspace, cpu = Workspace(), torch.device("cpu")
+    large = workspace.take((3, 2, 1, 2, 1000, 4), torch.float32, cpu, 2)
+    workspace.give_back(large)
+    small = workspace.take((3, 2, 1, 2, 256, 4), torch.float32, cpu, 2)
+    assert small.untyped_storage().nbytes() == small.nbytes
+    half = workspace.take((3, 2, 1, 2, 512, 4), torch.float32, cpu, 2)
+    assert half.data_ptr() == large.data_ptr()  # the small one left it here

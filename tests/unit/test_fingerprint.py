@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -98,6 +100,39 @@ def activation_replaced(model):
     model.model.layers[0].mlp.act_fn = nn.ReLU()
 
 
+def last_value(model):
+    model.model.embed_tokens.weight.data[-1, -1] += 1
+
+
+def number_changed(model):
+    model.model.layers[0].self_attn.scaling *= 3
+
+
+def flag_added(model):
+    model.model.layers[0].self_attn.use_something = True
+
+
+def number_made_an_array(model):
+    model.model.layers[0].input_layernorm.variance_epsilon = torch.ones(2)
+
+
+def dictionary_replaced(model):
+    layers = model.model.layers
+    layers._modules = {"0": layers[1], "1": layers[0]}
+
+
+class Elsewhere(nn.SiLU):
+    pass
+
+
+Elsewhere.__qualname__ = "SiLUActivation"
+
+
+def another_class_of_the_same_name(model):
+    assert type(model.model.layers[0].mlp.act_fn).__qualname__ == "SiLUActivation"
+    model.model.layers[0].mlp.act_fn = Elsewhere()
+
+
 CHANGES = [
     in_place,
     through_data,
@@ -110,6 +145,12 @@ CHANGES = [
     buffer_changed,
     layer_removed,
     activation_replaced,
+    last_value,
+    number_changed,
+    flag_added,
+    number_made_an_array,
+    dictionary_replaced,
+    another_class_of_the_same_name,
     add_lora,
 ]
 
@@ -270,6 +311,72 @@ def test_foreign_hooks_are_seen_and_recording_ones_ignored():
     assert fingerprint.has_hooks()
     handle.remove()
     assert not fingerprint.has_hooks()
+
+
+def hook_with_a_module(model):
+    layer = copy.deepcopy(model.model.layers[0].mlp)
+    model.model.layers[0].mlp = layer
+    return layer.register_forward_hook(lambda module, args, output: output * 2)
+
+
+def hook_in_another_dictionary(model):
+    model.model.layers[0]._forward_pre_hooks = OrderedDict()
+    return model.model.layers[0].register_forward_pre_hook(lambda module, args: args)
+
+
+def hook_of_all_modules(model):
+    return nn.modules.module.register_module_forward_hook(lambda module, args, output: None)
+
+
+def pre_hook_of_all_modules(model):
+    return nn.modules.module.register_module_forward_pre_hook(lambda module, args: None)
+
+
+def forward_replaced(model):
+    mlp = model.model.layers[0].mlp
+    mlp.forward = lambda x: type(mlp).forward(mlp, x) * 2
+    return SimpleNamespace(remove=lambda: delattr(mlp, "forward"))
+
+
+FOREIGN = [
+    hook_with_a_module,
+    hook_in_another_dictionary,
+    hook_of_all_modules,
+    pre_hook_of_all_modules,
+    forward_replaced,
+]
+
+
+@pytest.mark.parametrize("enter", FOREIGN, ids=lambda enter: enter.__name__)
+def test_foreign_code_is_seen_wherever_it_enters(enter):
+    model = llama()
+    fingerprint = Fingerprint(model)
+    handle = enter(model)
+    fingerprint.digest()
+    assert fingerprint.has_hooks()
+    handle.remove()
+    fingerprint.digest()
+    assert not fingerprint.has_hooks()
+
+
+def test_the_structure_is_all_but_values_and_adapters():
+    model = llama()
+    lora = add_lora(model)
+    fingerprint = Fingerprint(model)
+    before = fingerprint.structure
+    for change in (in_place, load_state_of_itself, lambda _: scale(lora), lambda _: merge(lora)):
+        change(model)
+        fingerprint.digest()
+        assert fingerprint.structure == before
+    for change in (to_another_dtype, layer_removed, flag_added):
+        before = fingerprint.structure
+        change(model)
+        fingerprint.digest()
+        assert fingerprint.structure != before
+
+
+def load_state_of_itself(model):
+    model.load_state_dict({name: value * 2 for name, value in model.state_dict().items()})
 
 
 def test_settings_that_change_keys_and_values_count_and_others_do_not():

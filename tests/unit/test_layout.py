@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import pytest
@@ -26,6 +27,7 @@ class Slots:
     layout: KVLayout
     num_slots: int
     gap: int
+    device: str = "cpu"
     tier_names: tuple[str, ...] = ("gpu", "dram")
     buffers: list = field(init=False)
 
@@ -33,7 +35,7 @@ class Slots:
         self.stride = self.layout.block_bytes + self.gap
         length = self.gap + self.num_slots * self.stride
         self.buffers = [
-            torch.full((length,), GUARD, dtype=torch.uint8),
+            torch.full((length,), GUARD, dtype=torch.uint8, device=self.device),
             np.full(length, GUARD, np.uint8),
         ]
 
@@ -49,7 +51,7 @@ class Slots:
 
     def slot(self, tier, slot):
         start = self.gap + slot * self.stride
-        return np.asarray(self.buffers[tier])[start : start + self.layout.block_bytes]
+        return np.asarray(_on_cpu(self.buffers[tier]))[start : start + self.layout.block_bytes]
 
     def guards(self):
         """Bytes outside the slots, of both tiers."""
@@ -57,7 +59,11 @@ class Slots:
         for slot in range(self.num_slots):
             start = self.gap + slot * self.stride
             mask[start : start + self.layout.block_bytes] = False
-        return np.concatenate([np.asarray(buffer)[mask] for buffer in self.buffers])
+        return np.concatenate([np.asarray(_on_cpu(buffer))[mask] for buffer in self.buffers])
+
+
+def _on_cpu(buffer):
+    return buffer.cpu() if isinstance(buffer, torch.Tensor) else buffer
 
 
 def random_kv(layout: KVLayout, tokens: int, seed: int = 0) -> torch.Tensor:
@@ -146,6 +152,54 @@ def test_only_the_blocks_that_were_asked_for_move(placement, data):
         expected = source if block < leading else before
         at = indices[block] if block < leading else block
         assert block_bits(destination, layout, block) == block_bits(expected, layout, at)
+
+
+CROSSINGS = [("cpu", "cpu"), ("cpu", "cuda"), ("cuda", "cpu"), ("cuda", "cuda")]
+
+
+@pytest.mark.parametrize("gap", [0, 64])
+@pytest.mark.parametrize(
+    ("tier", "engine"),
+    [pytest.param(*both, marks=[pytest.mark.gpu] if "cuda" in both else []) for both in CROSSINGS],
+)
+def test_bytes_have_arrived_on_return_whatever_devices_they_cross(tier, engine, gap):
+    layout = KVLayout(8, 4, 64, "bfloat16")
+    count = 80  # 10 MiB
+    slots = Slots(layout, count, gap, device=tier)
+    places = [(0, i) for i in range(count // 2)] + [(1, i) for i in range(count // 2)]
+    source = random_kv(layout, count * 16)
+    indices = np.arange(count, dtype=np.int32)
+    save_blocks(slots, slots.held(Reservation, places, indices=indices), source.to(engine))
+    for index, place in enumerate(places):
+        assert slots.slot(*place).tobytes() == block_bits(source, layout, index)
+    assert (slots.guards() == GUARD).all()
+    destination = torch.zeros_like(source, device=engine)
+    load_blocks(slots, slots.held(Lease, places), destination, count)
+    assert bits(destination.cpu()) == bits(source)
+
+
+@pytest.mark.parametrize("kind", [Lease, Reservation])
+def test_copies_are_awaited_before_the_slots_go_back(kind, monkeypatch):
+    layout = KVLayout(2, 2, 4, "float32")
+    slots, kv = Slots(layout, 3, 0), random_kv(KVLayout(2, 2, 4, "float32"), 48)
+    places, events, copy = [(0, 0), (0, 2), (1, 0)], [], torch.Tensor.copy_
+
+    def copy_(self, other, non_blocking=False):
+        events.append(non_blocking)
+        if len(events) == 2:
+            raise RuntimeError("the device is gone")
+        return copy(self, other, non_blocking)
+
+    monkeypatch.setattr(torch.Tensor, "copy_", copy_)
+    monkeypatch.setattr(plugin, "_finish", events.append)
+    if kind is Lease:
+        transfer = partial(load_blocks, slots, slots.held(Lease, places), kv, 3)
+    else:
+        indices = np.arange(3, dtype=np.int32)
+        transfer = partial(save_blocks, slots, slots.held(Reservation, places, indices=indices), kv)
+    with pytest.raises(RuntimeError, match="is gone"):
+        transfer()
+    assert events == [False, False, {torch.device("cpu")}]  # only a GPU is waited for
 
 
 def test_the_canonical_order_is_layer_kind_head_token_dim():
