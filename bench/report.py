@@ -77,7 +77,7 @@ def torch_facts(model: Any) -> dict[str, object]:
 
     device = model.device.type
     return {
-        "model": Path(model.config.name_or_path).name or "random",
+        "model": Path(model.config.name_or_path).name.partition(".")[0] or "random",
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": torch.cuda.get_device_name() if device == "cuda" else device,
         "torch": torch.__version__,
