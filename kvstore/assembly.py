@@ -12,10 +12,10 @@ from kvstore.errors import ConfigError
 from kvstore.host import usable_memory_bytes
 from kvstore.metrics import register
 from kvstore.pool import Pool
-from kvstore.residency import Tier
 from kvstore.tiers.arena import ALIGNMENT
 from kvstore.tiers.dram import DramStore
 from kvstore.tiers.mover import ThreadMover
+from kvstore.tiers.tier import Tier
 from radix import LRU, EvictionOrder
 
 if TYPE_CHECKING:

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
     from prometheus_client.core import Metric
 
-    from kvstore.pool import Pool, PoolStats
+    from kvstore.pool import Pool
+    from kvstore.stats import PoolStats
 
 
 class CounterSpec(NamedTuple):

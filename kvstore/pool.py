@@ -33,8 +33,10 @@ from kvstore.blocks import NO_CHECKSUM, NO_SLOT, BlockState
 from kvstore.errors import LeaseExpiredError, LeaseNotHeldError, TooLargeError, UsageError
 from kvstore.events import AllBlocksCleared, BlockStored, EventLog
 from kvstore.lease import Lease, Reservation
-from kvstore.residency import NamespaceTree, Residency, Tier
+from kvstore.residency import Residency
+from kvstore.stats import PoolStats, TierStats
 from kvstore.tiers.arena import slot_bytes
+from kvstore.tiers.tier import NamespaceTree, Tier
 from kvstore.tokens import TOKEN_BYTES, block_keys
 
 if TYPE_CHECKING:
@@ -52,31 +54,6 @@ MAX_LEASES = 32000
 
 HOLDS_NOTHING = 0
 """Id of leases and reservations without blocks: ending them, however often, does nothing."""
-
-
-@dataclass(frozen=True)
-class TierStats:
-    """Sizes of one tier, in bytes, and its blocks."""
-
-    name: str
-    capacity_bytes: int
-    used_bytes: int
-    num_blocks: int
-
-
-@dataclass(frozen=True)
-class PoolStats:
-    """A consistent snapshot. ``counts`` only ever grow; their names are in :mod:`kvstore.metrics`."""
-
-    tiers: tuple[TierStats, ...]
-    num_blocks: int
-    held_blocks: int
-    num_leases: int
-    num_reservations: int
-    num_namespaces: int
-    num_nodes: int
-    index_bytes: int
-    counts: Counter[tuple[str, ...]]
 
 
 @dataclass(eq=False)

@@ -22,11 +22,11 @@ import numpy as np
 import xxhash
 
 from kvstore.blocks import NO_CHECKSUM, NO_SLOT, BlockState, BlockTable
-from kvstore.errors import UsageError
 from kvstore.events import BlockRemoved, EventLog
-from kvstore.tiers.arena import ALIGNMENT, MAX_SLABS, Arena, slot_bytes
+from kvstore.tiers.arena import ALIGNMENT, slot_bytes
 from kvstore.tiers.dram import DramStore
-from radix import LRU, EvictionOrder, RadixTree, check_invariants
+from kvstore.tiers.tier import NamespaceTree, Tier, TierOrders
+from radix import LRU, check_invariants
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -37,76 +37,13 @@ if TYPE_CHECKING:
     from kvstore.blocks import Ids
     from kvstore.namespace import Namespace
     from kvstore.tiers.mover import Mover
-    from kvstore.tiers.store import HostBlocks, Store
+    from kvstore.tiers.store import HostBlocks
     from radix import Node
 
 logger = logging.getLogger(__name__)
 
-MAX_TIER_BYTES = (2**31 - 1) * ALIGNMENT
-"""Slots are numbered by page in 32 bits: 8 TiB."""
-
 MAX_SKIPS = 256
 """Nodes in use that one search for victims passes over: it ends early rather than hold the lock."""
-
-
-@dataclass
-class Tier:
-    """A store, the arena that divides it, and the policy that chooses its victims."""
-
-    name: str
-    store: Store
-    policy: EvictionOrder
-    max_slabs: int = MAX_SLABS
-
-    def __post_init__(self) -> None:
-        """Divide the store's memory."""
-        if self.store.capacity_bytes > MAX_TIER_BYTES:
-            raise UsageError(f"tier {self.name} has more than {MAX_TIER_BYTES} bytes")
-        self.arena = Arena(self.store.capacity_bytes, self.max_slabs)
-
-
-class NamespaceTree(RadixTree):
-    """The radix tree of one namespace."""
-
-    def __init__(self, namespace: Namespace, order: EvictionOrder) -> None:
-        """Make the empty tree of ``namespace``."""
-        super().__init__(namespace.key_bytes, order)
-        self.namespace = namespace
-
-
-class TierOrders(EvictionOrder):
-    """Tells the policies of all tiers; the last tier's one says what leaves the pool next."""
-
-    def __init__(self, policies: Sequence[EvictionOrder]) -> None:
-        """Forward to ``policies``, fastest tier first."""
-        self._policies = policies
-
-    def touch(self, path: Sequence[Node]) -> None:
-        """Tell every tier."""
-        for policy in self._policies:
-            policy.touch(path)
-
-    def split(self, upper: Node, lower: Node) -> None:
-        """Tell every tier."""
-        for policy in self._policies:
-            policy.split(upper, lower)
-
-    def remove(self, node: Node) -> None:
-        """Tell every tier."""
-        for policy in self._policies:
-            policy.remove(node)
-
-    def victim(self) -> Node | None:
-        """Victim of the last tier."""
-        return self._policies[-1].victim()
-
-    def __len__(self) -> int:
-        """Nodes known to the last tier."""
-        return len(self._policies[-1])
-
-    def __iter__(self) -> Iterator[Node]:
-        """Nodes known to the last tier, the next victim first."""
-        return iter(self._policies[-1])
 
 
 @dataclass(eq=False)

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvstore.pool import Pool
-from kvstore.residency import Tier
 from kvstore.tiers.arena import MAX_SLABS
 from kvstore.tiers.dram import DramStore
 from kvstore.tiers.mover import InlineMover, Mover
+from kvstore.tiers.tier import Tier
 from radix import LRU
 
 if TYPE_CHECKING:
