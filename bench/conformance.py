@@ -22,7 +22,7 @@ from engine_plugin.transformers import CachedModel
 from kvstore.cli.table import output_option
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from kvstore import Pool
 
@@ -133,11 +133,11 @@ def open_pool(name: str, layout: Any, device: str) -> Pool:
     return kvstore.open(gpu=gpu * block, dram=dram * block, device=device)
 
 
-def same_tokens(model: Any, conversations: int) -> Iterator[Row]:
-    """Greedy answers that differ, in both pools."""
+def same_tokens(model: Any, conversations: int, names: Sequence[str]) -> Iterator[Row]:
+    """Greedy answers that differ, in the pools of these names."""
     with kvstore.open(dram="1MiB") as probe, CachedModel(model, probe) as cached:
         layout = cached.layout
-    for name in POOLS:
+    for name in names:
         with open_pool(name, layout, model.device.type) as store:
             tally = converse(model, store, conversations, seed=1)
         yield Row(f"conversations_{name}", "held", tally.conversations, "conversations")
@@ -185,14 +185,22 @@ def logit_noise(model: Any, prompts: int) -> Iterator[Row]:
 @click.option(
     "--conversations", default=200, show_default=True, help="Conversations of three turns."
 )
+@click.option("--pool", multiple=True, type=click.Choice(list(POOLS)), help="By default both.")
 @click.option("--prompts", default=20, show_default=True, help="Prompts whose logits are compared.")
 @output_option
-def main(path: str | None, dtype: str, conversations: int, prompts: int, output: str) -> None:
+def main(
+    path: str | None,
+    dtype: str,
+    conversations: int,
+    prompts: int,
+    pool: tuple[str, ...],
+    output: str,
+) -> None:
     """Compare a model's answers with and without the cache."""
     model = load(path, dtype)
     rows = list(logit_noise(model, prompts))
     if dtype == "float32":
-        rows += same_tokens(model, conversations)
+        rows += same_tokens(model, conversations, pool or list(POOLS))
     report("conformance", rows, output, **torch_facts(model))
     if broken := [row for row in rows if row.metric in MUST_BE_ZERO and row.value]:
         raise click.ClickException(f"the cache changes what the model says: {broken}")
