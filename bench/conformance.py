@@ -32,6 +32,7 @@ ANSWER_TOKENS = 6
 LONGEST = 300
 BRANCH = 0.3
 BATCH = 0.15
+NEW_TOKENS = 40
 NOISE_BOUND = 2.0
 """A hit may change logits by at most this much of what computing in pieces changes."""
 
@@ -158,8 +159,10 @@ def logit_noise(model: Any, prompts: int) -> Iterator[Row]:
             with CachedModel(model, store) as cached:
                 store.clear()
                 cold = cached.prefill(tokens).logits.float()
+                store.clear()
+                cached.prefill(tokens[:-NEW_TOKENS])
                 hit = cached.prefill(tokens).logits.float()
-                assert cached.last.hit_tokens
+                assert 0 < cached.last.hit_tokens <= len(tokens) - NEW_TOKENS
                 store.clear()
             with CachedModel(model, store, chunk_tokens=64) as chunked:
                 piecewise = chunked.prefill(tokens).logits.float()
