@@ -527,3 +527,91 @@ def test_a_search_for_victims_ends_early_when_everything_is_in_use():
     for lease in leases:
         pool.release(lease)
     pool.close()
+
+
+def test_a_lease_taken_while_its_block_is_relocated_keeps_its_place():
+    mover = ManualMover()
+    pool = small_pool(64, mover=mover, max_slabs=4)
+    prompts = [range(number * 100, number * 100 + 8) for number in range(32)]
+    for prompt in prompts:
+        put(pool, prompt)
+    for prompt in prompts:  # the oldest ones lie in different slabs
+        if prompt.start % 800:
+            pool.release(pool.acquire(NAMESPACE, one(prompt)))
+    for number in range(20):  # until the rest of a slab is under way
+        pool.commit(pool.reserve(LARGE, range(number * 50, number * 50 + 4)))
+        if mover.jobs:
+            break
+    assert mover.jobs
+    leases = [(pool.acquire(NAMESPACE, one(prompt)), prompt) for prompt in prompts]
+    pool.drain()
+    for number in range(3):
+        put(pool, range(9000 + 100 * number, 9020 + 100 * number), LARGE)
+    for lease, prompt in leases:
+        CLIENT.check(pool, lease, list(prompt)[: 4 * lease.num_blocks])
+        pool.release(lease)
+    pool.check_invariants()
+    pool.close()
+
+
+def test_a_demotion_that_finds_half_the_room_keeps_that_half():
+    mover = ManualMover(max_waiting=0)
+    pool = small_pool(4, 4, mover=mover)
+    put(pool, range(16))
+    put(pool, range(100, 108))
+    lease = pool.acquire(NAMESPACE, one(range(100, 108)))  # two blocks of dram are in use
+    mover._max_waiting = 10
+    pool.abort(pool.reserve(NAMESPACE, range(200, 216)))  # wants the whole gpu tier
+    pool.drain()
+    assert pool.lookup(NAMESPACE, one(range(16))) == 8
+    assert tiers_of(pool, one(range(16))) == ["dram", "dram"]
+    pool.release(lease)
+    pool.check_invariants()
+    pool.close()
+
+
+def test_blocks_born_on_the_device_get_their_checksum_when_they_reach_the_host():
+    pytest.importorskip("torch")
+    import kvstore
+
+    with kvstore.open(gpu=4 * 4096, dram=8 * 4096, device="cpu") as pool:
+        put(pool, range(16))
+        pool.drain()
+        pool.demote(NAMESPACE, range(16), "gpu")
+        lease = pool.acquire(NAMESPACE, one(range(16)))
+        assert lease.tiers.tolist() == [1] * 4
+        assert pool.verify(lease) == 4
+        CLIENT.slots(pool, lease)[3][0] ^= 1
+        assert pool.verify(lease) == 3
+        pool.release(lease)
+
+
+def test_reservations_count_against_the_number_of_leases():
+    pool = small_pool(8)
+    pool._max_leases = 2
+    first = pool.reserve(NAMESPACE, range(4))
+    second = pool.reserve(NAMESPACE, range(100, 104))
+    assert pool.reserve(NAMESPACE, range(200, 204)).refused == 1
+    pool.commit(first)
+    assert pool.reserve(NAMESPACE, range(200, 204)).num_blocks == 1
+    pool.abort(second)
+    pool.close()
+
+
+def test_a_demoted_block_can_be_evicted_from_the_next_tier():
+    """Its policy had forgotten the node, because nothing of it was there."""
+    mover = ManualMover(max_waiting=0)
+    pool = small_pool(2, 2, mover=mover)
+    put(pool, range(8))
+    put(pool, range(100, 108))  # in dram; the next one makes dram forget the first prompt
+    put(pool, range(200, 208))
+    mover._max_waiting = 10
+    pool.abort(pool.reserve(NAMESPACE, range(300, 308)))
+    pool.drain()
+    pool.check_invariants()
+    for start in range(400, 1000, 100):
+        put(pool, range(start, start + 8))
+        pool.drain()
+    assert pool.lookup(NAMESPACE, one(range(8))) == 0
+    pool.check_invariants()
+    pool.close()
