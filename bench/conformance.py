@@ -134,13 +134,13 @@ def open_pool(name: str, layout: Any, device: str) -> Pool:
     return kvstore.open(gpu=gpu * block, dram=dram * block, device=device)
 
 
-def same_tokens(model: Any, conversations: int, names: Sequence[str]) -> Iterator[Row]:
+def same_tokens(model: Any, conversations: int, names: Sequence[str], seed: int) -> Iterator[Row]:
     """Greedy answers that differ, in the pools of these names."""
     with kvstore.open(dram="1MiB") as probe, CachedModel(model, probe) as cached:
         layout = cached.layout
     for name in names:
         with open_pool(name, layout, model.device.type) as store:
-            tally = converse(model, store, conversations, seed=1)
+            tally = converse(model, store, conversations, seed)
         yield Row(f"conversations_{name}", "held", tally.conversations, "conversations")
         yield Row(f"conversations_{name}", "answers", tally.turns, "answers")
         yield Row(f"conversations_{name}", "answers that differ", tally.different, "answers")
@@ -189,6 +189,7 @@ def logit_noise(model: Any, prompts: int) -> Iterator[Row]:
     "--conversations", default=200, show_default=True, help="Conversations of three turns."
 )
 @click.option("--pool", multiple=True, type=click.Choice(list(POOLS)), help="By default both.")
+@click.option("--seed", default=1, show_default=True, help="Which conversations.")
 @click.option("--prompts", default=20, show_default=True, help="Prompts whose logits are compared.")
 @output_option
 def main(
@@ -197,13 +198,14 @@ def main(
     conversations: int,
     prompts: int,
     pool: tuple[str, ...],
+    seed: int,
     output: str,
 ) -> None:
     """Compare a model's answers with and without the cache."""
     model = load(path, dtype)
     rows = list(logit_noise(model, prompts))
     if dtype == "float32":
-        rows += same_tokens(model, conversations, pool or list(POOLS))
+        rows += same_tokens(model, conversations, pool or list(POOLS), seed)
     report("conformance", rows, output, **torch_facts(model))
     if broken := [row for row in rows if row.metric in MUST_BE_ZERO and row.value]:
         raise click.ClickException(f"the cache changes what the model says: {broken}")
