@@ -33,8 +33,9 @@ check: setup  ## Lint, formatting, types, and who may import whom
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 
-bench: setup  ## Measure the index, and time to first token
+bench: setup  ## Measure the index, the daemon, and time to first token
 	$(BIN)/python -m bench.index $(ARGS)
+	$(BIN)/python -m bench.store $(ARGS)
 	$(BIN)/python -m bench.ttft $(ARGS)
 
 conformance: setup  ## Compare answers with and without the store (many minutes)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import click
 import numpy as np
@@ -47,17 +47,12 @@ class NoStore:
         none = np.empty(0, np.int64)
         self._tiers, self._offsets = none.astype(np.int8), none
 
-    def buffer(self, tier: str) -> np.ndarray:
-        """No memory."""
-        del tier
-        return np.empty(0, np.uint8)
-
     def acquire(self, namespace: Namespace, tokens: object) -> Any:
         """Miss."""
         from kvstore.lease import Lease
 
         del tokens
-        return Lease(self, namespace, self._offsets, self._tiers, self._offsets, 0.0)  # type: ignore[arg-type]
+        return Lease(self, namespace, self._tiers, self._offsets, 0.0)  # type: ignore[arg-type]
 
     def reserve(self, namespace: Namespace, tokens: object) -> Any:
         """Nothing to write."""
@@ -65,7 +60,7 @@ class NoStore:
 
         del tokens
         none = self._offsets
-        return Reservation(self, namespace, none, self._tiers, none, 0.0, indices=none)  # type: ignore[arg-type]
+        return Reservation(self, namespace, self._tiers, none, 0.0, indices=none)  # type: ignore[arg-type]
 
     def verify(self, lease: object) -> int:
         """Nothing to verify."""
@@ -125,7 +120,7 @@ class Bench:
         """Wrap ``model``; every way is timed by the same hook."""
         self.model, self.store = model, store
         self.cached = CachedModel(model, store)
-        self.empty = CachedModel(model, NoStore())
+        self.empty = CachedModel(model, cast("kvstore.KVStore", NoStore()))
         self._rng = np.random.default_rng(0)
 
     def prompt(self, num_tokens: int) -> torch.Tensor:

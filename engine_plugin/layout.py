@@ -10,7 +10,7 @@ memory) and the permutation runs on the accelerator.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -27,19 +27,6 @@ if TYPE_CHECKING:
 
 STAGING_BYTES = 64 << 20
 """Most bytes of one copy, and so of the staging tensor when the copy crosses devices."""
-
-
-class Buffers(Protocol):
-    """Where the slots of leases and reservations lie."""
-
-    @property
-    def tier_names(self) -> tuple[str, ...]:
-        """Names that the tier numbers of a lease index."""
-        ...
-
-    def buffer(self, tier_name: str, /) -> torch.Tensor | NDArray[np.uint8]:
-        """Bytes of one tier, uint8 ``[capacity_bytes]``; owned by the store."""
-        ...
 
 
 def layout_of(layers: Sequence[tuple[torch.Tensor, torch.Tensor]], block_tokens: int) -> KVLayout:
@@ -78,7 +65,7 @@ def torch_dtype(layout: KVLayout) -> torch.dtype:
     return dtype
 
 
-def load_blocks(store: Buffers, lease: Lease, destination: torch.Tensor, num_blocks: int) -> None:
+def load_blocks(lease: Lease, destination: torch.Tensor, num_blocks: int) -> None:
     """Copy the first ``num_blocks`` blocks of ``lease`` to the head of ``destination``.
 
     ``destination`` is ``[num_layers, 2, num_kv_heads, capacity, head_dim]`` of the layout's dtype,
@@ -91,7 +78,7 @@ def load_blocks(store: Buffers, lease: Lease, destination: torch.Tensor, num_blo
     _check(layout, destination, num_blocks)
     devices = {destination.device}
     try:
-        for blocks, tokens in _runs(store, lease, positions, destination):
+        for blocks, tokens in _runs(lease, positions, destination):
             devices.add(blocks.device)
             towards_cuda = tokens.is_cuda
             arrived = blocks.to(tokens.device, non_blocking=towards_cuda)
@@ -100,20 +87,20 @@ def load_blocks(store: Buffers, lease: Lease, destination: torch.Tensor, num_blo
         _finish(devices)
 
 
-def save_blocks(store: Buffers, reservation: Reservation, source: torch.Tensor) -> None:
+def save_blocks(reservation: Reservation, source: torch.Tensor) -> None:
     """Copy the blocks that ``reservation`` asks for out of ``source``.
 
     ``source`` is the KV of the prompt from its first token, shaped as in :func:`load_blocks`. On
-    return the bytes are in the store's slots, so the reservation may be committed; after an
-    exception no copy runs on, so it may be aborted. Raises
-    :class:`UsageError` when the source has another geometry or does not reach far enough.
+    return the bytes are in the reserved slots, so the reservation may be committed; after an
+    exception no copy runs on, so it may be aborted. Raises :class:`UsageError` when the source has
+    another geometry or does not reach far enough.
     """
     layout = reservation.namespace.layout
     positions = np.asarray(reservation.indices, dtype=np.int64)
     _check(layout, source, int(positions.max(initial=-1)) + 1)
     devices = {source.device}
     try:
-        for blocks, tokens in _runs(store, reservation, positions, source):
+        for blocks, tokens in _runs(reservation, positions, source):
             devices.add(blocks.device)
             crossing = blocks.device != tokens.device
             blocks.copy_(tokens.contiguous() if crossing else tokens, non_blocking=blocks.is_cuda)
@@ -131,7 +118,7 @@ def _check(layout: KVLayout, kv: torch.Tensor, num_blocks: int) -> None:
 
 
 def _runs(
-    store: Buffers, held: Lease | Reservation, positions: NDArray[np.int64], kv: torch.Tensor
+    held: Lease | Reservation, positions: NDArray[np.int64], kv: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield pairs of equal views ``[n, layer, K|V, head, token, dim]``: of a tier, and of ``kv``.
 
@@ -146,7 +133,7 @@ def _runs(
     continues = (np.diff(tiers) == 0) & (steps == slot_bytes) & (np.diff(positions) == 1)
     starts = [0, *(np.flatnonzero(~continues) + 1).tolist()]
     most = max(1, STAGING_BYTES // layout.block_bytes)
-    buffers = [_as_tensor(store.buffer(name)) for name in store.tier_names]
+    buffers = [_as_tensor(buffer) for buffer in held.buffers]
     for start, stop in zip(starts, [*starts[1:], count], strict=True):
         for first in range(start, stop, most):
             length = min(most, stop - first)
@@ -167,8 +154,25 @@ def _as_blocks(elements: torch.Tensor, layout: KVLayout, count: int, stride: int
     return rows.view(count, *layout.shape)
 
 
+class _Unprotected:
+    """What makes numpy take a read-only array for a writeable one; keeps the array alive."""
+
+    def __init__(self, array: NDArray[np.uint8]) -> None:
+        self._array = array
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        return self._array.__array_interface__ | {"data": (self._array.ctypes.data, False)}
+
+
 def _as_tensor(buffer: torch.Tensor | NDArray[np.uint8]) -> torch.Tensor:
-    return buffer if isinstance(buffer, torch.Tensor) else torch.from_numpy(buffer)
+    """Return a tensor that shares the buffer's memory; of a read-only one, only to be read.
+
+    torch has no read-only tensors, and warns of each read-only array that it is given.
+    """
+    if isinstance(buffer, torch.Tensor):
+        return buffer
+    return torch.from_numpy(buffer if buffer.flags.writeable else np.asarray(_Unprotected(buffer)))
 
 
 def _finish(devices: set[torch.device]) -> None:

@@ -11,12 +11,12 @@ import logging
 from collections import Counter
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from engine_plugin.layout import Buffers, load_blocks, save_blocks
-from kvstore.errors import LeaseExpiredError, LeaseNotHeldError
+from engine_plugin.layout import load_blocks, save_blocks
+from kvstore.errors import LeaseExpiredError, LeaseNotHeldError, UnavailableError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -24,29 +24,10 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-    from kvstore.lease import Lease, Reservation
+    from kvstore.interface import KVStore
     from kvstore.namespace import Namespace
 
 logger = logging.getLogger(__name__)
-
-
-class Store(Buffers, Protocol):
-    """What is asked of a store; :class:`kvstore.Pool` describes the calls."""
-
-    @property
-    def block_tokens(self) -> int: ...  # noqa: D102
-
-    def acquire(self, namespace: Namespace, tokens: Any, /) -> Lease: ...  # noqa: ANN401, D102
-
-    def verify(self, lease: Lease, /) -> int: ...  # noqa: D102
-
-    def release(self, lease: Lease, /) -> None: ...  # noqa: D102
-
-    def reserve(self, namespace: Namespace, tokens: Any, /) -> Reservation: ...  # noqa: ANN401, D102
-
-    def commit(self, reservation: Reservation, /) -> int: ...  # noqa: D102
-
-    def abort(self, reservation: Reservation, /) -> None: ...  # noqa: D102
 
 
 @dataclass(slots=True)
@@ -62,7 +43,9 @@ class RequestStats:
     hit_tokens_by_tier: Counter[str] = field(default_factory=Counter)
     miss: str | None = None
     """Why less was loaded than could have been: ``too_short``, ``not_stored``, ``corrupt``,
-    ``expired``, ``failed``, or ``bypass.`` and a reason."""
+    ``expired``, ``failed``, ``bypass.`` and a reason, or, of a daemon that gave no answer, the
+    ``reason`` of :class:`kvstore.errors.UnavailableError`: ``unreachable``, ``timeout``, ``lost``,
+    ``breaker``, ``refused``, ``protocol``, ``closed``."""
     queue_s: float = 0.0
     network_s: float = 0.0
     lookup_s: float = 0.0
@@ -83,7 +66,7 @@ class PrefixStore:
 
     def __init__(
         self,
-        store: Store,
+        store: KVStore,
         *,
         verify: Literal["never", "always"],
         on_failure: Literal["recompute", "raise"],
@@ -104,7 +87,7 @@ class PrefixStore:
         try:
             yield reasons
         except Exception as error:
-            reason = "expired" if isinstance(error, LeaseExpiredError) else "failed"
+            reason = _reason(error)
             reasons.append(reason)
             count = self.counts[f"{what}.{reason}"] = self.counts[f"{what}.{reason}"] + 1
             level = logging.DEBUG if count > 1 else logging.WARNING
@@ -133,13 +116,14 @@ class PrefixStore:
         with self.tolerate("load") as failed:
             lease = self._store.acquire(namespace, tokens)
             looked_up = self._clock()
+            reason = lease.failure or reason
             try:
                 blocks = lease.num_blocks
                 if self._verify == "always" and blocks:
                     blocks = self._store.verify(lease)
                     reason = "corrupt" if blocks < lease.num_blocks else reason
                 blocks = min(blocks, possible)
-                load_blocks(self._store, lease, destination, blocks)
+                load_blocks(lease, destination, blocks)
             finally:
                 self._store.release(lease)
             for tier, count in zip(
@@ -180,11 +164,20 @@ class PrefixStore:
         with self.tolerate("offload"):
             reservation = self._store.reserve(namespace, tokens)
             try:
-                save_blocks(self._store, reservation, source)
+                save_blocks(reservation, source)
                 stats.offloaded_blocks += self._store.commit(reservation)
             except BaseException:
                 with suppress(LeaseNotHeldError):  # a commit that failed may have ended it
                     self._store.abort(reservation)
                 raise
             self.counts["offload.refused_blocks"] += reservation.refused
+            if reservation.failure:
+                self.counts[f"offload.{reservation.failure}"] += 1
         stats.offload_s += self._clock() - started
+
+
+def _reason(error: Exception) -> str:
+    """Return the word under which a failure is counted."""
+    if isinstance(error, UnavailableError):
+        return error.reason
+    return "expired" if isinstance(error, LeaseExpiredError) else "failed"

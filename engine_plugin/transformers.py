@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel
 
     from engine_plugin.cache import BufferCache
-    from engine_plugin.prefix import Store
+    from kvstore.interface import KVStore
     from kvstore.namespace import KVLayout, Namespace
 
 logger = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ class CachedModel:
     def __init__(  # noqa: PLR0913 - one setting each
         self,
         model: PreTrainedModel,
-        store: Store,
+        store: KVStore,
         *,
         tenant: str | None = None,
         salt: str | None = None,
@@ -90,7 +90,7 @@ class CachedModel:
 
         Args:
             model: in evaluation mode. For PEFT, ``peft_model.get_base_model()``.
-            store: where blocks are kept.
+            store: where blocks are kept: what :func:`kvstore.open` or :func:`kvstore.connect` return.
             tenant: whose blocks these are; nobody else hits them.
             salt: any further distinction, as of state that no fingerprint sees.
             chunk_tokens: most prompt tokens of one forward pass.

@@ -2,6 +2,8 @@
 
 >>> store = kvstore.open(dram="8GiB")
 >>> with store.acquire(namespace, tokens) as lease: ...
+
+``kvstore.connect()`` uses the store of a daemon in the same way.
 """
 
 from __future__ import annotations
@@ -12,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from kvstore.assembly import open  # noqa: A004
+    from kvstore.assembly import connect, connect_async, open  # noqa: A004
     from kvstore.config import Settings
     from kvstore.errors import KVStoreError
+    from kvstore.interface import KVStore
     from kvstore.lease import Lease, Reservation
     from kvstore.namespace import KVLayout, Namespace
     from kvstore.pool import Pool
@@ -22,6 +25,9 @@ if TYPE_CHECKING:
 
 _HOME = {
     "open": "kvstore.assembly",
+    "connect": "kvstore.assembly",
+    "connect_async": "kvstore.assembly",
+    "KVStore": "kvstore.interface",
     "Settings": "kvstore.config",
     "KVStoreError": "kvstore.errors",
     "Lease": "kvstore.lease",
@@ -34,6 +40,7 @@ _HOME = {
 
 __all__ = [
     "KVLayout",
+    "KVStore",
     "KVStoreError",
     "Lease",
     "MediaSpan",
@@ -42,6 +49,8 @@ __all__ = [
     "Reservation",
     "Settings",
     "__version__",
+    "connect",
+    "connect_async",
     "open",
 ]
 

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import random
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
 from kvstore.config import Settings, load_settings
 from kvstore.errors import ConfigError
-from kvstore.host import usable_memory_bytes
-from kvstore.metrics import register
+from kvstore.host import memory_limit
+from kvstore.metrics import register, register_client
 from kvstore.pool import Pool
 from kvstore.tiers.arena import ALIGNMENT
 from kvstore.tiers.dram import DramStore
+from kvstore.tiers.memory import cuda_is_present
 from kvstore.tiers.mover import ThreadMover
+from kvstore.tiers.shared import SharedDramStore
 from kvstore.tiers.tier import Tier
 from radix import LRU, EvictionOrder
 
@@ -22,6 +26,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from prometheus_client import CollectorRegistry
+
+    from kvstore.client.aio import AsyncClient
+    from kvstore.client.blocking import Client
+    from kvstore.tiers.store import Store
 
 GIB = 1 << 30
 
@@ -60,12 +68,52 @@ def build(settings: Settings, registry: CollectorRegistry | None = None) -> Pool
         tiers.append(_gpu_tier(settings, device))
     if settings.dram:
         capacity = _capacity("dram", settings.dram)
-        store = DramStore(capacity, prefault=settings.prefault, pin=_cuda_is_present())
-        tiers.append(Tier("dram", store, POLICIES[settings.policy]()))
+        store = DramStore(capacity, prefault=settings.prefault, pin=cuda_is_present())
+        tiers.append(_tier("dram", store, settings))
     if not tiers:
         raise ConfigError(
             "both dram and gpu are 0: give at least one of them a size, such as dram='8GiB'"
         )
+    return _pool(tiers, settings, registry)
+
+
+def build_shared(
+    settings: Settings,
+    registry: CollectorRegistry | None = None,
+    on_progress: Callable[[int], None] | None = None,
+) -> tuple[Pool, SharedDramStore]:
+    """Build the store of a daemon: one tier, ``dram``, in memory that its clients can map.
+
+    Args:
+        settings: what to build.
+        registry: where to register metrics; none are exported without one.
+        on_progress: called while memory is being provided, with the bytes so far, every 64 MiB.
+
+    Returns:
+        The pool, and the store of its tier, which is closed with the pool.
+
+    Raises:
+        ConfigError: a setting is impossible, or more than this process may use.
+    """
+    if settings.gpu:
+        raise ConfigError(
+            f"gpu={settings.gpu}: a daemon has no gpu tier, which lives in the engine's process: set gpu=0"
+        )
+    if not settings.dram:
+        raise ConfigError("dram is 0: a daemon needs host memory for blocks, such as dram='8GiB'")
+    if settings.huge_pages != "reserved":  # those were set aside before: the store counts them
+        _check_memory(settings.dram)
+    store = SharedDramStore(
+        _capacity("dram", settings.dram),
+        time.monotonic,  # noqa: TID251  (the one place that picks the clock)
+        huge_pages=settings.huge_pages,
+        prefault=settings.prefault,
+        on_progress=on_progress,
+    )
+    return _pool([_tier("dram", store, settings)], settings, registry), store
+
+
+def _pool(tiers: list[Tier], settings: Settings, registry: CollectorRegistry | None) -> Pool:
     pool = Pool(
         tiers,
         ThreadMover(settings.max_moves),
@@ -80,6 +128,88 @@ def build(settings: Settings, registry: CollectorRegistry | None = None) -> Pool
     return pool
 
 
+def connect(url: str | None = None, **options: Unpack[ClientOptions]) -> Client:
+    """Use the store of a daemon of this host (``kvstore serve``).
+
+    The daemon need not be there yet, and may be restarted at any time.
+
+    Args:
+        url: ``unix:///path/to.sock``, or ``tcp://127.0.0.1:PORT``; by default the setting ``socket``.
+        **options: see :class:`ClientOptions`.
+
+    Raises:
+        ConfigError: ``url`` is no address of this host.
+    """
+    from kvstore.client.blocking import Client
+
+    client = Client(**_client_parts(url, options))
+    if registry := options.get("registry"):
+        register_client(client.counters, registry)
+    return client
+
+
+def connect_async(url: str | None = None, **options: Unpack[ClientOptions]) -> AsyncClient:
+    """Use the store of a daemon from an event loop; arguments and errors as for :func:`connect`."""
+    from kvstore.client.aio import AsyncClient
+
+    client = AsyncClient(**_client_parts(url, options))
+    if registry := options.get("registry"):
+        register_client(client.counters, registry)
+    return client
+
+
+class ClientOptions(TypedDict, total=False):
+    """Options of a client of a daemon."""
+
+    access: Literal["read", "write"]
+    """``read`` maps the daemon's memory read-only, and cannot reserve; by default ``write``."""
+    on_failure: Literal["miss", "raise"]
+    """What a call does that the daemon does not answer; by default ``miss``, which is counted."""
+    deadline_s: float | None
+    """Longest that a call may take. By default what computing its tokens would take, at least 0.1 s
+    and at most 5 s."""
+    prefill_tokens_per_s: float
+    """How fast the engine computes tokens, for that default; 10,000 when nothing is said."""
+    token: str | None
+    """The daemon's secret, which it wants over TCP; by default the setting ``token``."""
+    registry: CollectorRegistry | None
+    """Where to register the client's metrics; none are exported without one."""
+
+
+def _client_parts(url: str | None, options: ClientOptions) -> dict[str, Any]:
+    from kvstore.client.core import Breaker, Deadlines, parse_url
+    from kvstore.protocol import OLDEST_VERSION, VERSION, Hello
+
+    address = parse_url(url or f"unix://{load_settings({}).socket}")
+    token = options.get("token")
+    if token is None and address.path is None and (secret := load_settings({}).token):
+        token = secret.get_secret_value()
+    clock = time.monotonic  # noqa: TID251
+    program = Path(sys.argv[0]).name if sys.argv else ""
+    hello = Hello(
+        OLDEST_VERSION,
+        VERSION,
+        f"{program or 'python'}:{os.getpid()}"[:255],
+        options.get("access", "write"),
+        cuda_is_present(),
+        token,
+    )
+    return {
+        "address": address,
+        "hello": hello,
+        "on_failure": options.get("on_failure", "miss"),
+        "deadlines": Deadlines(
+            options.get("deadline_s"), options.get("prefill_tokens_per_s", 10_000.0)
+        ),
+        "breaker": Breaker(clock, random.random),
+        "clock": clock,
+    }
+
+
+def _tier(name: str, store: Store, settings: Settings) -> Tier:
+    return Tier(name, store, POLICIES[settings.policy]())
+
+
 def _gpu_tier(settings: Settings, device: str) -> Tier:
     from kvstore.tiers.gpu import GpuStore
 
@@ -88,13 +218,7 @@ def _gpu_tier(settings: Settings, device: str) -> Tier:
         store = GpuStore(capacity, device)
     except RuntimeError as error:
         raise ConfigError(f"gpu={capacity} bytes cannot be had on {device}: {error}") from None
-    return Tier("gpu", store, POLICIES[settings.policy]())
-
-
-def _cuda_is_present() -> bool:
-    """Whether this process uses torch and has a CUDA device, which copies faster from pinned memory."""
-    torch = sys.modules.get("torch")
-    return torch is not None and bool(torch.cuda.is_available())
+    return _tier("gpu", store, settings)
 
 
 def _device(settings: Settings) -> str:
@@ -122,9 +246,11 @@ def _capacity(name: str, size: int) -> int:
 
 
 def _check_memory(wanted: int) -> None:
-    usable = usable_memory_bytes(Path("/"))
-    if usable is not None and wanted > usable:
+    limit = memory_limit(Path("/"))
+    if limit is not None and wanted > limit.available_bytes:
         raise ConfigError(
-            f"{wanted / GIB:.1f} GiB of host memory for blocks are more than the {usable / GIB:.1f} GiB "
-            "that this process may use: give dram (and gpu, without CUDA) less; see `kvstore doctor`"
+            f"{wanted / GIB:.1f} GiB of host memory for blocks are more than the "
+            f"{limit.available_bytes / GIB:.1f} GiB that this process may use now: {limit.source} has "
+            f"{limit.limit_bytes / GIB:.1f} GiB, and the rest is in use; give dram (and gpu, without CUDA) "
+            "less, or free memory; see `kvstore doctor`"
         )

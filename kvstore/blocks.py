@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 NO_SLOT = -1
 NO_CHECKSUM = 0
+FIRST_CHECKSUM = 1 << 32
+"""Smaller numbers stand for a checksum that is not known: ``NO_CHECKSUM``, or that of the seal to come."""
 
 
 class BlockState(IntEnum):
@@ -52,10 +54,10 @@ class BlockTable:
         """int32 ``[num_tiers, capacity]``: slot of the block in each tier, or ``NO_SLOT``."""
         self.states = np.empty(0, np.uint8)
         self.refs = np.empty(0, np.int16)
-        """int16 ``[capacity]``: leases, reservations and moves that need the bytes where they are."""
+        """int16 ``[capacity]``: leases, reservations, pins and moves that need the bytes where they are."""
         self.size_classes = np.empty(0, np.int16)
         self.checksums = np.empty(0, np.uint64)
-        """uint64 ``[capacity]``: xxh3-64 of the canonical bytes, or ``NO_CHECKSUM``."""
+        """uint64 ``[capacity]``: xxh3-64 of the canonical bytes, or a number below ``FIRST_CHECKSUM``."""
         self._free = np.empty(0, np.int32)
         self._num_free = 0
 

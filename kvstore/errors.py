@@ -4,12 +4,13 @@
     ├── ConfigError             a setting is wrong: names the key, the value and what to do
     ├── UsageError              the caller broke a contract (also a ValueError)
     ├── TooLargeError           the request can never fit: refused at once, with both sizes
-    ├── CorruptBlockError       bytes do not match the checksum their writer computed
+    ├── UnavailableError        the daemon cannot be reached, or does not answer in time
     └── LeaseError
         ├── LeaseExpiredError   the deadline passed while the holder was reading: throw the bytes away
         └── LeaseNotHeldError   released before, or never granted by this store
 
-A miss is never an exception: lookups return fewer blocks.
+A miss is never an exception: lookups return fewer blocks. Clients of a daemon turn
+:class:`UnavailableError` into a counted miss unless they were told to raise it.
 """
 
 from __future__ import annotations
@@ -31,8 +32,19 @@ class TooLargeError(KVStoreError):
     """The request is larger than the whole pool, so waiting would never help."""
 
 
-class CorruptBlockError(KVStoreError):
-    """A block's bytes differ from the checksum that its writer computed."""
+class UnavailableError(KVStoreError):
+    """The daemon gave no answer; ``reason`` is the word under which clients count it.
+
+    ``unreachable``: nobody listens. ``timeout``: no answer within the deadline. ``lost``: the
+    connection ended. ``breaker``: it failed a moment ago, and was not asked again yet. ``refused``:
+    the daemon does not want to talk to this client. ``protocol``: what it said makes no sense.
+    ``closed``, ``interrupted``: the caller ended it.
+    """
+
+    def __init__(self, reason: str, message: str) -> None:
+        """Keep ``reason``; say ``message``."""
+        super().__init__(message)
+        self.reason = reason
 
 
 class LeaseError(KVStoreError):

@@ -5,41 +5,89 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterator
 
 NO_LIMIT_BYTES = 1 << 60
 """Control groups of version 1 write about 2**63 where version 2 writes ``max``."""
 
 
-def usable_memory_bytes(root: Path) -> int | None:
-    """Return what this process may use at most: physical memory or its control group's limit."""
-    limits = [meminfo(root).get("MemTotal"), cgroup_limit_bytes(root)]
-    return min((limit for limit in limits if limit is not None), default=None)
+@dataclass(frozen=True)
+class MemoryLimit:
+    """One of the limits on the memory of this process."""
+
+    limit_bytes: int
+    available_bytes: int
+    """What is not in use yet, or can be had back at once because it only caches files."""
+    source: str
+    """For people: the machine, or the file of a control group."""
 
 
-def meminfo(root: Path) -> dict[str, int]:
-    """Return the sizes of ``/proc/meminfo`` in bytes."""
-    sizes: dict[str, int] = {}
-    for line in read_text(root / "proc/meminfo").splitlines():
-        key, _, value = line.partition(":")
-        number, _, unit = value.strip().partition(" ")
-        if number.isdigit() and unit == "kB":
-            sizes[key] = int(number) << 10
-    return sizes
+def available_memory_bytes(root: Path) -> int | None:
+    """Return how much memory may still be taken, by all processes that share its limits together."""
+    limit = memory_limit(root)
+    return limit.available_bytes if limit else None
+
+
+def memory_limit(root: Path) -> MemoryLimit | None:
+    """Return the limit that leaves the least: the machine's memory, or that of a control group."""
+    limits = list(cgroup_limits(root))
+    sizes = meminfo(root)
+    if {"MemTotal", "MemAvailable"} <= sizes.keys():
+        limits.append(MemoryLimit(sizes["MemTotal"], sizes["MemAvailable"], "this machine"))
+    return min(limits, key=lambda limit: limit.available_bytes, default=None)
 
 
 def cgroup_limit_bytes(root: Path) -> int | None:
-    """Return the smallest memory limit of this process's control groups, or ``None`` without one.
+    """Return the smallest memory limit of this process's control groups, or ``None`` without one."""
+    return min((limit.limit_bytes for limit in cgroup_limits(root)), default=None)
+
+
+def cgroup_limits(root: Path) -> Iterator[MemoryLimit]:
+    """Yield the memory limits of this process's control groups.
 
     Both versions are read, from the process's own group up to the top: a limit set on a parent
     holds as well.
     """
-    limits = [int(text) for text in _cgroup_values(root) if text.isdigit()]
-    return min((limit for limit in limits if limit < NO_LIMIT_BYTES), default=None)
+    for directory, version in _cgroups(root):
+        names = _FILES[version]
+        limit = read_text(directory / names.limit).strip()
+        if limit.isdigit() and int(limit) < NO_LIMIT_BYTES:
+            used = read_text(directory / names.used).strip()
+            fields = dict(
+                line.split(" ", 1)
+                for line in read_text(directory / "memory.stat").splitlines()
+                if " " in line
+            )
+            cached = int(fields.get(names.cached, 0))
+            in_use = max(0, int(used) - cached) if used.isdigit() else 0
+            source = f"the control group's {directory / names.limit}"
+            yield MemoryLimit(int(limit), max(0, int(limit) - in_use), source)
+
+
+def meminfo(root: Path) -> dict[str, int]:
+    """Return the sizes of ``/proc/meminfo`` in bytes, and its other numbers as they are."""
+    numbers: dict[str, int] = {}
+    for line in read_text(root / "proc/meminfo").splitlines():
+        key, _, value = line.partition(":")
+        number, _, unit = value.strip().partition(" ")
+        if number.isdigit():
+            numbers[key] = int(number) << 10 if unit == "kB" else int(number)
+    return numbers
+
+
+def reserved_huge_pages(root: Path) -> tuple[int, int]:
+    """Return the size in bytes of a huge page that can be reserved, and how many of them are free.
+
+    Both are 0 where the kernel has none.
+    """
+    numbers = meminfo(root)
+    free = numbers.get("HugePages_Free", 0) - numbers.get("HugePages_Rsvd", 0)
+    return numbers.get("Hugepagesize", 0), max(0, free)
 
 
 def read_text(path: Path) -> str:
@@ -50,17 +98,33 @@ def read_text(path: Path) -> str:
         return ""
 
 
-def _cgroup_values(root: Path) -> Iterable[str]:
+@dataclass(frozen=True)
+class _Names:
+    """Files of a control group, and the field of ``memory.stat`` that counts reclaimable cache."""
+
+    limit: str
+    used: str
+    cached: str
+
+
+_FILES = {
+    1: _Names("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    2: _Names("memory.max", "memory.current", "inactive_file"),
+}
+
+
+def _cgroups(root: Path) -> Iterator[tuple[Path, int]]:
+    """Yield the directories of this process's control groups for memory, with their version."""
     top = root / "sys/fs/cgroup"
     for line in read_text(root / "proc/self/cgroup").splitlines():
         _, _, rest = line.partition(":")
         controllers, _, group = rest.partition(":")
         if controllers == "":
-            base, name = top, "memory.max"
+            base, version = top, 2
         elif "memory" in controllers.split(","):
-            base, name = top / "memory", "memory.limit_in_bytes"
+            base, version = top / "memory", 1
         else:
             continue
         below = Path(group.lstrip("/"))
         for directory in (below, *below.parents):
-            yield read_text(base / directory / name).strip()
+            yield base / directory, version

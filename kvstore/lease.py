@@ -2,32 +2,32 @@
 
 A :class:`Lease` keeps the blocks of one hit where they are; a :class:`Reservation` holds slots for
 blocks that are about to be written. Both are plain records of *where the bytes are*: block ``i``
-lies in the buffer of tier ``tier_names[tiers[i]]`` at ``offsets[i] : offsets[i] + block_bytes``,
-in the order of :attr:`kvstore.KVLayout.shape`. The caller copies the bytes itself, then ends the
+lies in ``buffers[tiers[i]]`` at ``offsets[i] : offsets[i] + block_bytes``, in the order of
+:attr:`kvstore.KVLayout.shape`. The buffers belong to the record and not to the store: those of a
+client change when its daemon is restarted. The caller copies the bytes itself, then ends the
 record exactly once; ending it a second time is refused and counted.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from types import TracebackType
 
     import numpy as np
     from numpy.typing import NDArray
 
+    from kvstore.interface import KVStore
     from kvstore.namespace import Namespace
-    from kvstore.pool import Pool
 
 
 @dataclass(slots=True, eq=False)
 class _Held:
-    store: Pool = field(repr=False)
+    store: KVStore = field(repr=False)
     namespace: Namespace = field(repr=False)
-    block_ids: NDArray[np.int32] = field(repr=False)
-    """int32 ``[num_blocks]``: rows of the pool's block table."""
     tiers: NDArray[np.int8] = field(repr=False)
     """int8 ``[num_blocks]``: index into ``store.tier_names``."""
     offsets: NDArray[np.int64] = field(repr=False)
@@ -35,11 +35,18 @@ class _Held:
     expires_at: float
     """Monotonic seconds after which the record no longer protects anything."""
     held_id: int = 0
+    buffers: tuple[Any, ...] = field(default=(), repr=False, kw_only=True)
+    """Memory of each tier, uint8 ``[capacity_bytes]``: numpy arrays on the host, else torch tensors."""
 
     @property
     def num_blocks(self) -> int:
         """Number of blocks held."""
-        return len(self.block_ids)
+        return len(self.offsets)
+
+    def slots(self) -> Iterator[Any]:
+        """Views of the blocks' bytes, uint8 ``[block_bytes]`` each: numpy arrays, or torch tensors."""
+        for tier, offset in zip(self.tiers.tolist(), self.offsets.tolist(), strict=True):
+            yield self.buffers[tier][offset : offset + self.block_bytes]
 
     @property
     def block_bytes(self) -> int:
@@ -52,8 +59,11 @@ class Lease(_Held):
     """The leading blocks of a prompt, protected from eviction and movement until released.
 
     An empty lease (``num_blocks == 0``) is a miss: it holds nothing, and releasing it, however often,
-    does nothing. As a context manager a lease is released at the end of the block.
+    does nothing. As a context manager a lease is released at the end of the block. ``failure`` is the
+    reason why a client could not ask its daemon (:class:`kvstore.errors.UnavailableError`), or None.
     """
+
+    failure: str | None = field(default=None, kw_only=True)
 
     @property
     def hit_tokens(self) -> int:
@@ -80,12 +90,13 @@ class Reservation(_Held):
 
     ``indices`` (int32 ``[num_blocks]``, ascending) are the positions in the prompt, in blocks, that
     the caller is to write: those that exist, or that another writer is writing, are left out.
-    ``refused`` counts blocks that found no room. As a context manager it is committed at the end of
-    the block, or aborted when the block raises.
+    ``refused`` counts blocks that found no room, ``failure`` is as for a lease. As a context manager
+    it is committed at the end of the block, or aborted when the block raises.
     """
 
     indices: NDArray[np.int32] = field(kw_only=True)
     refused: int = field(default=0, kw_only=True)
+    failure: str | None = field(default=None, kw_only=True)
 
     def __enter__(self) -> Reservation:
         """Return the reservation itself."""

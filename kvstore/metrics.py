@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -37,6 +38,9 @@ COUNTERS = {
     "failed_moves": CounterSpec(
         ("source", "target"), "Blocks whose copy between tiers did not count."
     ),
+    "unsealed_blocks": CounterSpec(
+        (), "Blocks stored without a checksum, because too many moves waited."
+    ),
     "corrupt_blocks": CounterSpec((), "Blocks dropped because their checksum was wrong."),
     "expired_leases": CounterSpec((), "Leases that ran out."),
     "refused_leases": CounterSpec(
@@ -46,12 +50,61 @@ COUNTERS = {
         (), "Second releases, commits or aborts, and those of strangers."
     ),
 }
-"""Counters by name, without the ``kvstore_`` prefix and ``_total`` suffix of the exported name."""
+"""Counters of a pool by name, without the ``kvstore_`` prefix and ``_total`` suffix they are exported with."""
+
+DAEMON_COUNTERS = {
+    "accepted_clients": CounterSpec((), "Connections whose handshake succeeded."),
+    "refused_clients": CounterSpec((), "Connections whose handshake failed."),
+    "dropped_clients": CounterSpec((), "Clients dropped by the daemon, for whatever reason."),
+    "slow_clients": CounterSpec((), "Clients dropped because they did not read their answers."),
+    "protocol_errors": CounterSpec(
+        (), "Clients refused or dropped because they sent what is no message."
+    ),
+    "requests": CounterSpec((), "Requests handled, releases among them."),
+    "failed_requests": CounterSpec((), "Requests answered with an error."),
+    "internal_errors": CounterSpec(
+        (), "Requests or clients that the daemon failed to serve; its log says why."
+    ),
+    "refused_session_budget": CounterSpec(
+        (), "Reservations cut short because their client has too much reserved."
+    ),
+    "abandoned_leases": CounterSpec((), "Leases that ended with their client."),
+    "abandoned_reservations": CounterSpec((), "Reservations that ended with their client."),
+}
+"""Counters of a daemon's connections, exported as ``kvstore_daemon_…_total``."""
+
+CLIENT_COUNTERS = {
+    "calls": CounterSpec(("call",), "Calls made."),
+    "failures": CounterSpec(("call", "reason"), "Calls that the daemon did not answer, and why."),
+    "connects": CounterSpec((), "Connections made."),
+    "expired_leases": CounterSpec((), "Leases that ran out before they were released."),
+    "refused_releases": CounterSpec(
+        (), "Second releases, commits or aborts, and those of strangers."
+    ),
+}
+"""Counters of a client, exported from its process as ``kvstore_client_…_total``."""
+
+Counts = Mapping[tuple[str, ...], int]
+"""Numbers by name and labels."""
 
 
 def register(pool: Pool, registry: CollectorRegistry) -> None:
     """Export the metrics of ``pool`` from ``registry``."""
     registry.register(_PoolCollector(pool))
+
+
+def register_daemon(counts: Callable[[], Mapping[str, int]], registry: CollectorRegistry) -> None:
+    """Export the counters of a daemon's connections, which ``counts`` returns."""
+
+    def read() -> Counts:
+        return {(name,): value for name, value in counts().items()}
+
+    registry.register(_CountsCollector("kvstore_daemon_", DAEMON_COUNTERS, read))
+
+
+def register_client(counts: Callable[[], Counts], registry: CollectorRegistry) -> None:
+    """Export the counters of a client, which ``counts`` returns."""
+    registry.register(_CountsCollector("kvstore_client_", CLIENT_COUNTERS, counts))
 
 
 class _PoolCollector(Collector):
@@ -60,15 +113,29 @@ class _PoolCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         stats = self._pool.stats()
-        for name, spec in COUNTERS.items():
-            counter = CounterMetricFamily(f"kvstore_{name}", spec.help, labels=spec.labels)
-            for key, value in stats.counts.items():
-                if key[0] == name:
-                    counter.add_metric(key[1:], value)
-            if not spec.labels and not counter.samples:
-                counter.add_metric((), 0)
-            yield counter
+        yield from _counters("kvstore_", COUNTERS, stats.counts)
         yield from _gauges(stats)
+
+
+class _CountsCollector(Collector):
+    def __init__(
+        self, prefix: str, specs: Mapping[str, CounterSpec], read: Callable[[], Counts]
+    ) -> None:
+        self._prefix, self._specs, self._read = prefix, specs, read
+
+    def collect(self) -> Iterator[Metric]:
+        yield from _counters(self._prefix, self._specs, self._read())
+
+
+def _counters(prefix: str, specs: Mapping[str, CounterSpec], counts: Counts) -> Iterator[Metric]:
+    for name, spec in specs.items():
+        counter = CounterMetricFamily(f"{prefix}{name}", spec.help, labels=spec.labels)
+        for key, value in counts.items():
+            if key[0] == name:
+                counter.add_metric(key[1:], value)
+        if not spec.labels and not counter.samples:
+            counter.add_metric((), 0)
+        yield counter
 
 
 def _gauges(stats: PoolStats) -> Iterator[Metric]:
@@ -84,9 +151,10 @@ def _gauges(stats: PoolStats) -> Iterator[Metric]:
         yield gauge
     for field, text in (
         ("num_blocks", "Blocks known."),
-        ("held_blocks", "Blocks that somebody reads or writes."),
+        ("held_blocks", "Blocks that somebody reads, writes or pinned."),
         ("num_leases", "Leases held."),
         ("num_reservations", "Reservations held."),
+        ("num_pins", "Pins held."),
         ("num_namespaces", "Namespaces with blocks."),
         ("num_nodes", "Nodes of all radix trees."),
         ("index_bytes", "Memory of keys, block ids and block table."),

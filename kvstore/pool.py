@@ -22,63 +22,40 @@ until its deadline. On CUDA, wait for the copies to finish before release or com
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import dataclass
 from threading import RLock
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvstore.blocks import NO_CHECKSUM, NO_SLOT, BlockState
-from kvstore.errors import LeaseExpiredError, LeaseNotHeldError, TooLargeError, UsageError
-from kvstore.events import AllBlocksCleared, BlockStored, EventLog
+from kvstore.blocks import FIRST_CHECKSUM, NO_CHECKSUM
+from kvstore.errors import TooLargeError, UsageError
+from kvstore.events import BlockStored, EventLog
+from kvstore.explain import Obituaries
+from kvstore.holds import HOLDS_NOTHING, Hold, Holds
 from kvstore.lease import Lease, Reservation
 from kvstore.residency import Residency
-from kvstore.stats import PoolStats, TierStats
 from kvstore.tiers.arena import slot_bytes
-from kvstore.tiers.tier import NamespaceTree, Tier
-from kvstore.tokens import TOKEN_BYTES, block_keys
+from kvstore.tiers.moves import checksums
+from kvstore.tokens import block_keys
+from kvstore.upkeep import Upkeep
 
 if TYPE_CHECKING:
+    from collections import Counter
     from collections.abc import Callable, Sequence
 
-    from numpy.typing import NDArray
-
-    from kvstore.blocks import Ids
     from kvstore.namespace import Namespace
+    from kvstore.residency import Found
     from kvstore.tiers.mover import Mover
-    from radix import Match
-
-MAX_LEASES = 32000
-"""A block counts its users in 16 bits."""
-
-HOLDS_NOTHING = 0
-"""Id of leases and reservations without blocks: ending them, however often, does nothing."""
+    from kvstore.tiers.tier import Tier
 
 
-@dataclass(eq=False)
-class _Hold:
-    """The pool's own record of a lease or reservation."""
-
-    tree: NamespaceTree
-    key: bytes
-    known: Ids
-    """Blocks leased; or, for a reservation, the known ones that the new ones follow."""
-    fresh: Ids
-    """Blocks being written; none for a lease."""
-    tiers: NDArray[np.int8]
-    offsets: NDArray[np.int64]
-    """Where the holder reads the leased blocks, or writes the fresh ones."""
-    expires_at: float
-
-
-class Pool:
+class Pool(Upkeep):
     """Blocks of many namespaces in an ordered list of tiers.
 
     Invariants (:meth:`check_invariants`, in this order):
 
     1. those of :class:`kvstore.residency.Residency`;
-    2. a block has one reference for each lease, reservation and move that holds it, and no more.
+    2. a block has one reference for each lease, reservation, pin and move that holds it, and no more.
     """
 
     def __init__(
@@ -101,25 +78,21 @@ class Pool:
             block_tokens: block length for callers that make their own layouts.
             lease_timeout_s: seconds for which a lease protects its blocks.
             max_leases: leases and reservations held at once; beyond it lookups miss and nothing is
-                stored. At most ``MAX_LEASES``.
+                stored. At most :data:`kvstore.holds.MAX_LEASES`.
             max_event_bytes: memory for events that nobody has read yet.
         """
-        if not 0 < max_leases <= MAX_LEASES:
-            raise UsageError(f"max_leases must be in 1 .. {MAX_LEASES}, got {max_leases}")
         if not tiers:
             raise UsageError("a pool needs at least one tier")
         self.tier_names = tuple(tier.name for tier in tiers)
         self.block_tokens = block_tokens
         self.events = EventLog(max_event_bytes)
         self._lock = RLock()
-        self._residency = Residency(tiers, mover, self._lock, self.events)
+        self._residency = Residency(tiers, mover, self._lock, self.events, Obituaries(clock))
+        self._holds = Holds(clock, max_leases, self._residency.counts)
+        self._buffers: tuple[Any, ...] = tuple(tier.store.buffer for tier in tiers)
         self._mover = mover
         self._clock = clock
         self._lease_timeout_s = lease_timeout_s
-        self._max_leases = max_leases
-        self._leases: dict[int, _Hold] = {}
-        self._reservations: dict[int, _Hold] = {}
-        self._next_id = 1
         self._closed = False
 
     # -- reading --------------------------------------------------------------------------------
@@ -134,8 +107,22 @@ class Pool:
         """
         key = block_keys(namespace, tokens)
         with self._lock:
-            _, _, ids = self._find(namespace, key)
-        return _usable(namespace, key, len(ids)) * namespace.layout.block_tokens
+            found = self._residency.find(namespace, key)
+        return len(found.usable) * namespace.layout.block_tokens
+
+    def prefetch(self, namespace: Namespace, tokens: object) -> int:
+        """Start promoting the known blocks of ``tokens`` one tier up, as a release does, and no more.
+
+        The order in which blocks leave the pool stays as it is. Returns what :meth:`lookup` does.
+
+        Raises:
+            UsageError: ``tokens`` are not token ids.
+        """
+        key = block_keys(namespace, tokens)
+        with self._lock:
+            found = self._residency.find(namespace, key)
+            self._residency.prefetch(found)
+        return len(found.usable) * namespace.layout.block_tokens
 
     def acquire(self, namespace: Namespace, tokens: object) -> Lease:
         """Lease the leading blocks of ``tokens`` that are known, and count them as used.
@@ -150,16 +137,16 @@ class Pool:
         now = self._clock()
         with self._lock:
             self._reap(now)
-            tree, found, ids = self._find(namespace, key)
-            ids = ids[: _usable(namespace, key, len(ids)) if self._may_hold() else 0]
-            tree.touch(found)
+            found = self._residency.find(namespace, key)
+            ids = found.usable[: None if self._may_hold() else 0]
+            found.tree.touch(found.match)
             self._residency.pin(ids)
             tiers, offsets = self._residency.where(ids)
-            self._count_lookup(namespace, key, tiers)
+            self._count_lookup(found, tiers)
             expires_at = now + self._lease_timeout_s
-            hold = _Hold(tree, b"", ids, ids[:0], tiers, offsets, expires_at)
-            held_id = self._hold(self._leases, hold) if len(ids) else HOLDS_NOTHING
-        return Lease(self, namespace, ids, tiers, offsets, expires_at, held_id)
+            hold = Hold(found.tree, b"", ids, ids[:0], tiers, offsets, expires_at)
+            held_id = self._holds.add(self._holds.leases, hold) if len(ids) else HOLDS_NOTHING
+        return Lease(self, namespace, tiers, offsets, expires_at, held_id, buffers=self._buffers)
 
     def release(self, lease: Lease) -> None:
         """End ``lease``; blocks that were read from a slower tier are promoted in the background.
@@ -173,28 +160,29 @@ class Pool:
             self._reap(self._clock())
             if lease.held_id == HOLDS_NOTHING:
                 return
-            hold = self._unhold(self._leases, lease, "lease")
-            self._spread(hold.known)
+            hold = self._holds.end(self, lease)
+            self._residency.spread(hold.known)
             self._residency.unpin(hold.known)
 
     def verify(self, lease: Lease) -> int:
-        """Compare the leased blocks with the checksums of their writers; drop the wrong ones.
+        """Compare the leased blocks with the checksums of what was stored; drop the wrong ones.
 
-        Blocks in device memory, which have no checksum before they are first copied to the host,
-        are not read.
+        A block without a checksum counts as good: one in device memory, which gets its checksum when it
+        is first copied to the host, and one that was committed a moment ago (:meth:`drain` waits).
 
         Returns:
             Number of leading blocks that are good.
         """
         with self._lock:
-            hold = self._leases.get(lease.held_id)
+            hold = self._holds.leases.get(lease.held_id)
             if hold is None or lease.store is not self:
                 return 0
             ids = hold.known
             written = self._residency.table.checksums[ids]
             self._residency.pin(ids)  # the lease may run out meanwhile
-        sums = self._residency.checksums(ids, hold.tiers, hold.offsets)
-        wrong = (sums != NO_CHECKSUM) & (written != NO_CHECKSUM) & (sums != written)
+        size = hold.tree.namespace.layout.block_bytes
+        sums = checksums(self._residency.tiers, hold.tiers, hold.offsets, size)
+        wrong = (sums != NO_CHECKSUM) & (written >= FIRST_CHECKSUM) & (sums != written)
         with self._lock:
             if wrong.any():
                 self._residency.discard_corrupt(list(hold.tree.walk()), ids[wrong])
@@ -203,10 +191,17 @@ class Pool:
 
     # -- writing --------------------------------------------------------------------------------
 
-    def reserve(self, namespace: Namespace, tokens: object) -> Reservation:
+    def reserve(
+        self, namespace: Namespace, tokens: object, *, max_blocks: int | None = None
+    ) -> Reservation:
         """Get slots for the whole blocks of ``tokens`` that no one holds or writes yet.
 
         Never waits: what finds no room now is left out and counted in ``Reservation.refused``.
+
+        Args:
+            namespace: of the blocks.
+            tokens: of the prompt; a last part that fills no block is ignored.
+            max_blocks: slots to give at most; what goes beyond it counts as refused.
 
         Raises:
             UsageError: ``tokens`` are not token ids.
@@ -217,38 +212,39 @@ class Pool:
         self._check_fits(namespace, total)
         with self._lock:
             self._reap(self._clock())
-            tree, found, _ = self._find(namespace, key)
-            known = found.block_ids()
+            tree, match = self._residency.find(namespace, key)[:2]
+            known = match.block_ids()
             self._residency.pin(known)
             wanted = total - len(known)
-            fresh = self._residency.place(namespace, wanted if self._may_hold() else 0)
+            allowed = wanted if max_blocks is None else min(wanted, max_blocks)
+            fresh = self._residency.place(namespace, allowed if self._may_hold() else 0)
             refused = wanted - len(fresh)
             self._counts["refused_blocks",] += refused
             tiers, offsets = self._residency.where(fresh)
-            hold = _Hold(tree, key, known, fresh, tiers, offsets, float("inf"))
+            hold = Hold(tree, key, known, fresh, tiers, offsets, float("inf"))
             if len(fresh):
                 self._residency.trees[namespace.digest] = tree
-                tree.insert(key[: (len(known) + len(fresh)) * namespace.key_bytes], fresh, found)
-                held_id = self._hold(self._reservations, hold)
+                tree.insert(key[: (len(known) + len(fresh)) * namespace.key_bytes], fresh, match)
+                held_id = self._holds.add(self._holds.reservations, hold)
             else:
-                tree.touch(found)
+                tree.touch(match)
                 self._residency.unpin(known)
                 held_id = HOLDS_NOTHING
         indices = np.arange(len(known), len(known) + len(fresh), dtype=np.int32)
         return Reservation(
             self,
             namespace,
-            fresh,
             tiers,
             offsets,
             hold.expires_at,
             held_id,
+            buffers=self._buffers,
             indices=indices,
             refused=refused,
         )
 
     def commit(self, reservation: Reservation) -> int:
-        """Make the written blocks visible.
+        """Make the written blocks visible. Their checksums are computed in the background.
 
         Returns:
             How many became visible: fewer than reserved when a block before them was aborted.
@@ -259,10 +255,8 @@ class Pool:
         if reservation.held_id == HOLDS_NOTHING:
             return 0
         with self._lock:
-            hold = self._unhold(self._reservations, reservation, "reservation")
-        checksums = self._residency.checksums(hold.fresh, hold.tiers, hold.offsets)
-        with self._lock:
-            ready = self._residency.publish(hold.fresh, checksums)
+            hold = self._holds.end(self, reservation)
+            ready = self._residency.publish(hold.fresh)
             self._counts["stored_blocks",] += len(ready)
             if len(ready) and self.events.active:
                 start, stride = len(hold.known), hold.tree.key_bytes
@@ -270,7 +264,7 @@ class Pool:
                 self.events.publish(
                     BlockStored(hold.tree.namespace.digest, hold.key[: stop * stride], start, stop)
                 )
-            self._residency.unpin(np.concatenate([hold.known, hold.fresh]))
+            self._residency.unpin(hold.ids)
         return len(ready)
 
     def abort(self, reservation: Reservation) -> None:
@@ -284,83 +278,9 @@ class Pool:
         if reservation.held_id == HOLDS_NOTHING:
             return
         with self._lock:
-            hold = self._unhold(self._reservations, reservation, "reservation")
-            self._counts["aborted_blocks",] += len(hold.fresh)
-            self._residency.detach(hold.tree.match(hold.key).nodes, hold.fresh, "aborted")
-            self._residency.unpin(np.concatenate([hold.known, hold.fresh]))
+            self._abort(self._holds.end(self, reservation))
 
-    # -- administration -------------------------------------------------------------------------
-
-    def demote(self, namespace: Namespace, tokens: object, tier: str) -> int:
-        """Drop the copies of a prefix in ``tier`` that a slower tier has too and nobody uses.
-
-        Returns:
-            Number of blocks that left the tier.
-
-        Raises:
-            UsageError: unknown tier, or ``tokens`` are not token ids.
-        """
-        index = self._tier_index(tier)
-        with self._lock:
-            _, _, ids = self._find(namespace, block_keys(namespace, tokens))
-            table = self._residency.table
-            slots = table.slots[:, ids]
-            below = (slots[index + 1 :] != NO_SLOT).any(axis=0)
-            ids = ids[(slots[index] != NO_SLOT) & below & (table.refs[ids] == 0)]
-            self._residency.drop_copies(ids, index)
-            return len(ids)
-
-    def evict(self, namespace: Namespace, tokens: object) -> int:
-        """Forget the known blocks of ``tokens`` and everything that follows them, in all tiers.
-
-        Blocks in use stay readable for those who hold them. Returns the number of blocks matched.
-        """
-        with self._lock:
-            _, found, _ = self._find(namespace, block_keys(namespace, tokens))
-            self._residency.detach(found.nodes[:1], found.block_ids()[:1], "evicted")
-        return found.num_blocks
-
-    def clear(self) -> None:
-        """Forget every block of every namespace. Blocks in use stay readable for those who hold them."""
-        with self._lock:
-            for tree in list(self._residency.trees.values()):
-                self._residency.clear(tree)
-                self.events.publish(AllBlocksCleared(tree.namespace.digest))
-
-    def buffer(self, tier: str) -> Any:  # noqa: ANN401  (numpy array or torch tensor)
-        """Memory of ``tier``, uint8 ``[capacity_bytes]``: a numpy array on the host, else a torch tensor."""
-        return self._residency.tiers[self._tier_index(tier)].store.buffer
-
-    def drain(self) -> None:
-        """Wait until every move between tiers that was started is done."""
-        self._mover.drain()
-
-    def stats(self) -> PoolStats:
-        """Return a consistent snapshot of sizes and counters."""
-        with self._lock:
-            residency = self._residency
-            tiers = tuple(
-                TierStats(
-                    tier.name,
-                    tier.arena.capacity_bytes,
-                    tier.arena.used_bytes,
-                    int((residency.table.slots[index] != NO_SLOT).sum()),
-                )
-                for index, tier in enumerate(residency.tiers)
-            )
-            trees = residency.trees.values()
-            return PoolStats(
-                tiers=tiers,
-                num_blocks=residency.table.num_blocks,
-                held_blocks=int((residency.table.refs > 0).sum()),
-                num_leases=len(self._leases),
-                num_reservations=len(self._reservations),
-                num_namespaces=len(trees),
-                num_nodes=sum(tree.num_nodes for tree in trees),
-                index_bytes=sum(tree.num_blocks * (tree.key_bytes + 4) for tree in trees)
-                + residency.table.nbytes,
-                counts=Counter(self._counts),
-            )
+    # -- the end --------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Finish the moves and give the memory back: from here on everything misses, and nothing is stored.
@@ -371,12 +291,14 @@ class Pool:
             self._closed = True
         self._mover.close()
         with self._lock:
-            for hold in [*self._leases.values(), *self._reservations.values()]:
-                self._residency.detach(list(hold.tree.walk()), hold.fresh, "aborted")
-                self._residency.unpin(np.concatenate([hold.known, hold.fresh]))
-            self._leases.clear()
-            self._reservations.clear()
+            for hold in self._holds.reservations.values():
+                self._abort(hold)
+            for hold in self._holds.leases.values():
+                self._residency.unpin(hold.ids)
+            self._holds.reservations.clear()
+            self._holds.leases.clear()
             self.clear()
+            self._buffers = ()
             for tier in self._residency.tiers:
                 tier.store.close()
 
@@ -394,71 +316,16 @@ class Pool:
     def _counts(self) -> Counter[tuple[str, ...]]:
         return self._residency.counts
 
-    def _find(self, namespace: Namespace, key: bytes) -> tuple[NamespaceTree, Match, Ids]:
-        """Tree, whole match, and the leading matched blocks that are visible."""
-        tree = self._residency.trees.get(namespace.digest)
-        if tree is None:
-            tree = NamespaceTree(namespace, self._residency.order)
-        found = tree.match(key)
-        ids = found.block_ids()
-        hidden = self._residency.table.states[ids] != BlockState.READY
-        return tree, found, ids[: int(hidden.argmax())] if hidden.any() else ids
-
-    def _tier_index(self, name: str) -> int:
-        if name not in self.tier_names:
-            raise UsageError(f"unknown tier {name!r}: there are {', '.join(self.tier_names)}")
-        return self.tier_names.index(name)
-
     def _may_hold(self) -> bool:
         """Whether one more lease or reservation may hold blocks; counted when not."""
         if self._closed:
             return False
-        free = len(self._leases) + len(self._reservations) < self._max_leases
-        self._counts["refused_leases",] += not free
-        return free
+        return self._holds.has_room()
 
-    def _hold(self, holds: dict[int, _Hold], hold: _Hold) -> int:
-        held_id = self._next_id
-        self._next_id += 1
-        holds[held_id] = hold
-        return held_id
-
-    def _unhold(self, holds: dict[int, _Hold], record: Lease | Reservation, what: str) -> _Hold:
-        hold = holds.pop(record.held_id, None) if record.store is self else None
-        if hold is not None:
-            return hold
-        if record.store is self and self._clock() >= record.expires_at:
-            raise LeaseExpiredError(
-                f"the {what} ran out before it was released: what was read may be wrong"
-            )
-        self._counts["refused_releases",] += 1
-        raise LeaseNotHeldError(f"the {what} was ended before, or belongs to another store")
-
-    def _reap(self, now: float) -> None:
-        """End leases past their deadline; they are kept in the order in which they run out."""
-        while self._leases:
-            held_id, hold = next(iter(self._leases.items()))
-            if hold.expires_at > now:
-                return
-            del self._leases[held_id]
-            self._counts["expired_leases",] += 1
-            self._residency.unpin(hold.known)
-
-    def _spread(self, ids: Ids) -> None:
-        """Copy READY blocks one tier up from where they are, and what no slower tier has yet, down.
-
-        Leading blocks first; one that is under way already is not moved again.
-        """
-        table = self._residency.table
-        ids = ids[table.states[ids] == BlockState.READY]
-        tiers, _ = self._residency.where(ids)
-        for index in range(len(self.tier_names)):
-            here = ids[tiers == index]
-            if index and len(here):
-                self._residency.move(here, index, index - 1)
-            only = here[(table.slots[index + 1 :, here] == NO_SLOT).all(axis=0)]
-            if len(only) and index + 1 < len(self.tier_names):
-                self._residency.move(only, index, index + 1)
+    def _abort(self, hold: Hold) -> None:
+        self._counts["aborted_blocks",] += len(hold.fresh)
+        self._residency.detach(hold.tree.match(hold.key).nodes, hold.fresh, "aborted")
+        self._residency.unpin(hold.ids)
 
     def _check_fits(self, namespace: Namespace, num_blocks: int) -> None:
         size = slot_bytes(namespace.layout.block_bytes)
@@ -471,16 +338,11 @@ class Pool:
                 f"holds {room}: raise its capacity or do not store prompts of this length"
             )
 
-    def _count_lookup(self, namespace: Namespace, key: bytes, tiers: np.ndarray) -> None:
-        tokens = namespace.layout.block_tokens
+    def _count_lookup(self, found: Found, tiers: np.ndarray) -> None:
+        tokens = found.tree.namespace.layout.block_tokens
         counts = self._counts
         counts["lookups",] += 1
-        total = (
-            len(key) // namespace.key_bytes * tokens
-            if namespace.keys == "hash"
-            else len(key) // TOKEN_BYTES
-        )
-        counts["lookup_tokens", "miss"] += total - len(tiers) * tokens
+        counts["lookup_tokens", "miss"] += found.prompt_tokens - len(tiers) * tokens
         for index, hits in enumerate(np.bincount(tiers, minlength=len(self.tier_names)).tolist()):
             counts["lookup_tokens", self.tier_names[index]] += hits * tokens
 
@@ -490,17 +352,8 @@ class Pool:
             self._residency.check_invariants()
             table = self._residency.table
             refs = np.zeros(len(table.refs), np.int16)
-            for hold in [*self._leases.values(), *self._reservations.values()]:
-                refs[hold.known] += 1
-                refs[hold.fresh] += 1
+            for ids in self._holds.references():
+                refs[ids] += 1
             for move in self._residency.moves:
                 refs[move.ids] += 1
             assert np.array_equal(refs, table.refs), "2: one reference for each holder"
-
-
-def _usable(namespace: Namespace, key: bytes, num_blocks: int) -> int:
-    """Blocks of a match that may be used: all but the last token; an engine's own hashes, all."""
-    if namespace.keys == "hash":
-        return num_blocks
-    longest = max(0, len(key) // TOKEN_BYTES - 1) // namespace.layout.block_tokens
-    return min(num_blocks, longest)

@@ -7,25 +7,29 @@ a copy. A block whose last copy goes leaves the index, together with everything 
 what is resident is always a usable prefix.
 
 Every block that somebody reads or writes has references; eviction never touches those. All methods
-are called with the pool's lock held, except the copying part of a move, which runs on the mover.
+are called with the pool's lock held, except the copying part of a move and the hashing part of a
+seal, which run on the mover.
+
+A block becomes visible before its checksum is known: a *seal* computes it in the background, where no
+move under way does so anyway. Seals hold no reference, so that they never keep a slot from a writer:
+the row says by the seal's number that it is still the block that the seal was made for.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import xxhash
 
-from kvstore.blocks import NO_CHECKSUM, NO_SLOT, BlockState, BlockTable
+from kvstore.blocks import FIRST_CHECKSUM, NO_CHECKSUM, NO_SLOT, BlockState, BlockTable
 from kvstore.events import BlockRemoved, EventLog
 from kvstore.tiers.arena import ALIGNMENT, slot_bytes
-from kvstore.tiers.dram import DramStore
+from kvstore.tiers.moves import Move, checksums, copy_blocks, on_host
 from kvstore.tiers.tier import NamespaceTree, Tier, TierOrders
+from kvstore.tokens import TOKEN_BYTES
 from radix import LRU, check_invariants
 
 if TYPE_CHECKING:
@@ -35,10 +39,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvstore.blocks import Ids
+    from kvstore.explain import Obituaries
     from kvstore.namespace import Namespace
     from kvstore.tiers.mover import Mover
-    from kvstore.tiers.store import HostBlocks
-    from radix import Node
+    from radix import Match, Node
 
 logger = logging.getLogger(__name__)
 
@@ -46,20 +50,20 @@ MAX_SKIPS = 256
 """Nodes in use that one search for victims passes over: it ends early rather than hold the lock."""
 
 
-@dataclass(eq=False)
-class Move:
-    """Blocks on their way to slots of another tier, or to other slots of the same one.
+class Found(NamedTuple):
+    """What the index knows of a prompt; valid until it changes."""
 
-    Each holds a reference until the move ends.
-    """
-
+    tree: NamespaceTree
+    """Of the namespace; a new one, not yet in use, if it has no blocks."""
+    match: Match
     ids: Ids
-    source: int
-    source_offsets: NDArray[np.int64]
-    target: int
-    target_offsets: NDArray[np.int64]
-    size_class: int
-    drop_source: bool
+    """The leading matched blocks that are visible."""
+    usable: Ids
+    """Those that a lease may cover."""
+    prompt_tokens: int
+    max_hits: int
+    """Blocks that could be hit: not the one with the last token, which must be computed to get logits;
+    an engine that brings its own hashes may use all."""
 
 
 class Residency:
@@ -73,8 +77,15 @@ class Residency:
     4. a tier's policy knows every node that has a block there, or one on its way there.
     """
 
-    def __init__(self, tiers: Sequence[Tier], mover: Mover, lock: RLock, events: EventLog) -> None:
-        """Start empty. ``lock`` is the pool's; moves take it to apply their results."""
+    def __init__(
+        self,
+        tiers: Sequence[Tier],
+        mover: Mover,
+        lock: RLock,
+        events: EventLog,
+        obituaries: Obituaries,
+    ) -> None:
+        """Start empty. ``lock`` is the pool's; moves and seals take it to apply their results."""
         self.tiers = tuple(tiers)
         self.table = BlockTable(len(self.tiers))
         self.trees: dict[bytes, NamespaceTree] = {}
@@ -85,6 +96,9 @@ class Residency:
         self._mover = mover
         self._lock = lock
         self._events = events
+        self._on_host = on_host(self.tiers)
+        self._last_seal = 0
+        self.obituaries = obituaries
 
     # -- blocks ---------------------------------------------------------------------------------
 
@@ -103,15 +117,33 @@ class Residency:
                 break
         return np.concatenate(placed)
 
-    def publish(self, ids: Ids, checksums: NDArray[np.uint64]) -> Ids:
-        """Make RESERVED ``ids`` READY and write them through; return those that were not GONE."""
-        self.table.checksums[ids] = checksums
+    def find(self, namespace: Namespace, key: bytes) -> Found:
+        """Find the longest known prefix of ``key``. Changes nothing."""
+        tree = self.trees.get(namespace.digest)
+        if tree is None:
+            tree = NamespaceTree(namespace, self.order)
+        match = tree.match(key)
+        ids = match.block_ids()
+        hidden = self.table.states[ids] != BlockState.READY
+        visible = ids[: int(hidden.argmax())] if hidden.any() else ids
+        block_tokens = namespace.layout.block_tokens
+        if namespace.keys == "hash":
+            max_hits = len(key) // namespace.key_bytes
+            tokens = max_hits * block_tokens
+        else:
+            tokens = len(key) // TOKEN_BYTES
+            max_hits = max(0, tokens - 1) // block_tokens
+        return Found(tree, match, visible, visible[:max_hits], tokens, max_hits)
+
+    def publish(self, ids: Ids) -> Ids:
+        """Make RESERVED ``ids`` READY, write them through, seal them; return those that were not GONE."""
         ready: Ids = ids[self.table.states[ids] == BlockState.RESERVED]
         self.table.states[ready] = BlockState.READY
         for index in range(len(self.tiers) - 1):
             here = ready[self.table.slots[index, ready] != NO_SLOT]
             if len(here):
                 self.move(here, index, index + 1)
+        self._seal(ready)
         return ready
 
     def pin(self, ids: Ids) -> None:
@@ -131,17 +163,50 @@ class Residency:
         tiers = (slots != NO_SLOT).argmax(axis=0)
         return tiers.astype(np.int8), slots[tiers, np.arange(len(ids))].astype(np.int64) * ALIGNMENT
 
-    def checksums(
-        self, ids: Ids, tiers: NDArray[np.int8], offsets: NDArray[np.int64]
-    ) -> NDArray[np.uint64]:
-        """Checksums of the bytes of blocks that lie in host memory, ``NO_CHECKSUM`` for the others."""
-        sums = np.full(len(ids), NO_CHECKSUM, np.uint64)
-        for index, tier in enumerate(self.tiers):
-            here = np.flatnonzero(tiers == index)
-            if len(here) and isinstance(tier.store, DramStore):
-                size = self._size_classes[int(self.table.size_classes[ids[0]])]
-                sums[here] = _checksums(tier.store.blocks(offsets[here], size))
-        return sums
+    def held_bytes(self, ids: Ids) -> int:
+        """Bytes of one slot for each of ``ids``."""
+        classes = np.bincount(self.table.size_classes[ids]).tolist()
+        return sum(count * self._slot_size(index) for index, count in enumerate(classes) if count)
+
+    # -- sealing --------------------------------------------------------------------------------
+
+    def _seal(self, ids: Ids) -> None:
+        """Have the checksums of those of READY ``ids`` computed that no move under way computes."""
+        tiers, offsets = self.where(ids)
+        unknown = self._on_host[tiers] & (self.table.checksums[ids] < FIRST_CHECKSUM)
+        if self.moves:
+            unknown &= ~np.isin(ids, np.concatenate([move.ids for move in self.moves]))
+        if not unknown.any():
+            return
+        ids = ids[unknown]
+        self._last_seal = seal = self._last_seal % (FIRST_CHECKSUM - 1) + 1
+        self.table.checksums[ids] = seal
+        size = self._size_classes[int(self.table.size_classes[ids[0]])]
+        job = partial(self._run_seal, seal, ids, tiers[unknown], offsets[unknown], size)
+        if not self._mover.submit(job):
+            self.table.checksums[ids] = NO_CHECKSUM
+            self.counts["unsealed_blocks",] += len(ids)
+
+    def _run_seal(
+        self,
+        seal: int,
+        ids: Ids,
+        tiers: NDArray[np.int8],
+        offsets: NDArray[np.int64],
+        block_bytes: int,
+    ) -> None:
+        """Compute checksums (no lock held), and record them for the blocks that are still there.
+
+        A row keeps the seal's number until it is freed, or a move has recorded the checksum; until
+        then its bytes stay where they are, since only such a move could let go of them.
+        """
+        with self._lock:
+            left = self.table.checksums[ids] == seal
+        ids = ids[left]
+        sums = checksums(self.tiers, tiers[left], offsets[left], block_bytes)
+        with self._lock:
+            left = self.table.checksums[ids] == seal
+            self.table.checksums[ids[left]] = sums[left]
 
     # -- moving ---------------------------------------------------------------------------------
 
@@ -154,6 +219,8 @@ class Residency:
         ids = ids[~np.isin(ids, self._under_way(target))]
         if not len(ids):
             return 0
+        if not self._mover.has_room():
+            return None
         size_class = int(self.table.size_classes[ids[0]])
         self.pin(ids)
         offsets = self._take_slots(target, size_class, len(ids))
@@ -186,6 +253,32 @@ class Residency:
         ids = [move.ids for move in self.moves if move.target == target]
         return np.concatenate(ids) if ids else np.empty(0, np.int32)
 
+    def prefetch(self, found: Found) -> None:
+        """:meth:`spread` the usable blocks; the policies of the tiers where they go learn of them."""
+        stops = np.cumsum([len(node.blocks) for node in found.match.nodes])
+        nodes = found.match.nodes[: int(np.searchsorted(stops, len(found.usable))) + 1]
+        self.pin(found.usable)
+        self.spread(found.usable, nodes if len(found.usable) else ())
+        self.unpin(found.usable)
+
+    def spread(self, ids: Ids, path: Sequence[Node] = ()) -> None:
+        """Copy READY blocks one tier up from where they are, and what no slower tier has yet, down.
+
+        Leading blocks first; one that is under way already is not moved again. Each of ``ids`` has a
+        reference. ``path`` are its nodes, if the policies may have forgotten them: nothing was leased.
+        """
+        ids = ids[self.table.states[ids] == BlockState.READY]
+        tiers, _ = self.where(ids)
+        for index in range(len(self.tiers)):
+            here = ids[tiers == index]
+            if index and len(here):
+                self.tiers[index - 1].policy.touch(path)
+                self.move(here, index, index - 1)
+            only = here[(self.table.slots[index + 1 :, here] == NO_SLOT).all(axis=0)]
+            if len(only) and index + 1 < len(self.tiers):
+                self.tiers[index + 1].policy.touch(path)
+                self.move(only, index, index + 1)
+
     def drop_copies(self, ids: Ids, index: int) -> None:
         """Free the slots that ``ids`` have in tier ``index``; each must have a copy elsewhere."""
         self._release_slots(index, ids)
@@ -195,28 +288,11 @@ class Residency:
         """Copy the bytes of ``move`` (no lock held), then apply the result."""
         checksums = None
         try:
-            checksums = self._copy(move)
+            checksums = copy_blocks(move, self.tiers, self._size_classes[move.size_class])
         except Exception:  # whatever a device or driver raises: the blocks stay where they were
             logger.exception("moving %d blocks failed", len(move.ids))
         with self._lock:
             self._finish(move, checksums)
-
-    def _copy(self, move: Move) -> NDArray[np.uint64]:
-        """Copy, and return the checksums of what passed through host memory."""
-        source, target = self.tiers[move.source].store, self.tiers[move.target].store
-        size = self._size_classes[move.size_class]
-        if move.source == move.target:
-            source.relocate(move.source_offsets, move.target_offsets, size)
-            if not isinstance(target, DramStore):
-                return np.full(len(move.ids), NO_CHECKSUM, np.uint64)
-            return _checksums(target.blocks(move.target_offsets, size))
-        if isinstance(target, DramStore):
-            source.read_into(move.source_offsets, target.blocks(move.target_offsets, size))
-            return _checksums(target.blocks(move.target_offsets, size))
-        if not isinstance(source, DramStore):
-            raise TypeError("one side of a move must be host memory")
-        target.write_from(move.target_offsets, source.blocks(move.source_offsets, size))
-        return _checksums(source.blocks(move.source_offsets, size))
 
     def _finish(self, move: Move, checksums: NDArray[np.uint64] | None) -> None:
         """End ``move``: a block counts as arrived when its bytes are what its writer wrote."""
@@ -243,8 +319,8 @@ class Residency:
         if checksums is None:
             return np.zeros(len(ids), bool)
         known = table.checksums[ids]
-        right = (known == NO_CHECKSUM) | (checksums == NO_CHECKSUM) | (known == checksums)
-        fresh = right & (known == NO_CHECKSUM)
+        fresh = known < FIRST_CHECKSUM
+        right = fresh | (checksums == NO_CHECKSUM) | (known == checksums)
         table.checksums[ids[fresh]] = checksums[fresh]
         if not right.all():
             self.discard_corrupt(list(self._nodes()), ids[~right])
@@ -350,15 +426,18 @@ class Residency:
     def clear(self, tree: NamespaceTree) -> None:
         """Take every block of ``tree`` out of the index."""
         self.trees.pop(tree.namespace.digest)
+        self.obituaries.add_cleared(tree.namespace.digest)
         self._drop(tree.clear(), "cleared")
 
     def _trim(self, node: Node, keep: int, reason: str) -> None:
         """Take the blocks of ``node`` from ``keep`` on, and all below, out of the index and free them."""
         tree = node.tree
+        assert isinstance(tree, NamespaceTree)
         if self._events.active:
             self._tell_removed(node, keep)
+        self.obituaries.add(tree.namespace.digest, node, keep, reason)
         self._drop(tree.trim(node, keep), reason)
-        if isinstance(tree, NamespaceTree) and not tree.num_blocks:
+        if not tree.num_blocks:
             self.trees.pop(tree.namespace.digest, None)
 
     def _drop(self, ids: Ids, reason: str) -> None:
@@ -456,8 +535,3 @@ def _below(node: Node) -> Iterator[Node]:
         below = nodes.pop()
         yield below
         nodes.extend(below.children.values())
-
-
-def _checksums(blocks: HostBlocks) -> NDArray[np.uint64]:
-    """xxh3-64 of each block, never ``NO_CHECKSUM``."""
-    return np.array([xxhash.xxh3_64_intdigest(block.data) or 1 for block in blocks], np.uint64)

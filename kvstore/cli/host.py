@@ -11,7 +11,13 @@ import platform
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from kvstore.host import cgroup_limit_bytes, meminfo, read_text, usable_memory_bytes
+from kvstore.host import (
+    available_memory_bytes,
+    cgroup_limit_bytes,
+    meminfo,
+    read_text,
+    reserved_huge_pages,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -19,6 +25,9 @@ if TYPE_CHECKING:
 Status = Literal["ok", "warn", "fail"]
 
 GIB = 1 << 30
+MIN_OPEN_FILES = 1024
+SHARED_HUGE_PAGES = ("always", "within_size", "advise", "force")
+"""Settings with which the kernel puts shared memory on huge pages when asked."""
 NOTED_CPU_FLAGS = (
     *("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16"),
     *("asimd", "sve", "bf16"),
@@ -36,20 +45,22 @@ class Check:
 
 def host_checks(root: Path) -> list[Check]:
     """Return every check of this module for the machine below ``root`` (normally ``/``)."""
-    return [memory(root), memlock(), shared_memory(root), huge_pages(root), processor(root)]
+    return [
+        *(memory(root), memlock(), open_files(), shared_memory(root)),
+        *(huge_pages(root), shared_huge_pages(root), processor(root)),
+    ]
 
 
 def memory(root: Path) -> Check:
-    """Report total and available memory, and the control group's limit where one is set."""
-    sizes = meminfo(root)
-    if not {"MemTotal", "MemAvailable"} <= sizes.keys():
+    """Report total memory, the control group's limit where one is set, and what may still be taken."""
+    available = available_memory_bytes(root)
+    total = meminfo(root).get("MemTotal")
+    if available is None or total is None:
         return Check("memory", "warn", "not known on this system")
-    available = sizes["MemAvailable"]
     limit = cgroup_limit_bytes(root)
     limit_text = "no cgroup limit" if limit is None else f"cgroup limit {_size(limit)}"
-    detail = f"{_size(sizes['MemTotal'])}, {_size(available)} available, {limit_text}"
-    usable = min(available, usable_memory_bytes(root) or available)
-    return Check("memory", "warn" if usable < GIB else "ok", detail)
+    detail = f"{_size(total)}, {_size(available)} available, {limit_text}"
+    return Check("memory", "warn" if available < GIB else "ok", detail)
 
 
 def memlock() -> Check:
@@ -70,8 +81,26 @@ def memlock_row(limit: int | None, can_be_raised: bool) -> Check:  # noqa: FBT00
     return Check("memlock", "warn", f"{_size(limit)}; to pin more for devices or RDMA, {how}")
 
 
+def open_files() -> Check:
+    """Report how many descriptors this process may have open: a daemon needs one for each client."""
+    try:
+        import resource
+    except ImportError:  # not a Unix system
+        return Check("open files", "warn", "not known on this system")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return open_files_row(None if soft == resource.RLIM_INFINITY else soft, hard != soft)
+
+
+def open_files_row(limit: int | None, can_be_raised: bool) -> Check:  # noqa: FBT001
+    """Return the row for a soft ``limit`` (``None``: unlimited)."""
+    if limit is None or limit >= MIN_OPEN_FILES:
+        return Check("open files", "ok", "unlimited" if limit is None else f"at most {limit}")
+    how = "raise it with `ulimit -n`" if can_be_raised else "ask for `nofile 4096`"
+    return Check("open files", "warn", f"at most {limit}; for a daemon with many clients, {how}")
+
+
 def shared_memory(root: Path) -> Check:
-    """Report the size of ``/dev/shm``, where engine processes of one host share blocks."""
+    """Report the size of ``/dev/shm``, which engines of several processes use; a daemon does not."""
     try:
         stat = os.statvfs(root / "dev/shm")
     except (OSError, AttributeError):
@@ -85,14 +114,27 @@ def shared_memory(root: Path) -> Check:
 
 def huge_pages(root: Path) -> Check:
     """Report the setting of transparent huge pages: with them, large copies miss the TLB less."""
-    text = read_text(root / "sys/kernel/mm/transparent_hugepage/enabled")
-    _, _, rest = text.partition("[")
-    setting, closed, _ = rest.partition("]")
-    if not closed:
+    setting = _chosen(root, "enabled")
+    if not setting:
         return Check("huge pages", "warn", "not known on this system")
     if setting == "never":
         return Check("huge pages", "warn", "never; `madvise` makes large copies cheaper")
     return Check("huge pages", "ok", f"transparent: {setting}")
+
+
+def shared_huge_pages(root: Path) -> Check:
+    """Report which huge pages the memory of a daemon can have: with them, clients attach at once."""
+    name, setting = "shared huge pages", _chosen(root, "shmem_enabled")
+    page_bytes, free = reserved_huge_pages(root)
+    reserved = (
+        f"{free} reserved ones of {_size(page_bytes)} free" if page_bytes else "none reserved"
+    )
+    if setting in SHARED_HUGE_PAGES or free:
+        return Check(name, "ok", f"transparent: {setting or 'not known'}, {reserved}")
+    if not setting:
+        return Check(name, "warn", f"not known on this system, {reserved}")
+    remedy = "write `advise` to /sys/kernel/mm/transparent_hugepage/shmem_enabled"
+    return Check(name, "warn", f"transparent: {setting}, {reserved}; for a daemon, {remedy}")
 
 
 def processor(root: Path) -> Check:
@@ -107,6 +149,13 @@ def processor(root: Path) -> Check:
     name = fields.get("model name") or platform.machine() or "unknown"
     cores = f"{_usable_cores()} cores"
     return Check("processor", "ok", ", ".join([name, cores, " ".join(noted) or "no extensions"]))
+
+
+def _chosen(root: Path, name: str) -> str:
+    """Return the choice that a setting of transparent huge pages has in brackets; empty if unknown."""
+    text = read_text(root / "sys/kernel/mm/transparent_hugepage" / name)
+    setting, closed, _ = text.partition("[")[2].partition("]")
+    return setting if closed else ""
 
 
 def _usable_cores() -> int:

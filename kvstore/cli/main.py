@@ -37,7 +37,15 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 INTERRUPTED = 130
-BUILT_IN = {"doctor": "kvstore.cli.doctor:doctor", "version": "kvstore.cli.main:version"}
+BUILT_IN = {
+    "config": "kvstore.cli.config:config",
+    "doctor": "kvstore.cli.doctor:doctor",
+    "explain": "kvstore.cli.explain:explain",
+    "serve": "kvstore.cli.serve:serve",
+    "status": "kvstore.cli.status:status",
+    "top": "kvstore.cli.top:top",
+    "version": "kvstore.cli.main:version",
+}
 
 _EPILOG = """\b
 Exit codes:

@@ -20,8 +20,9 @@ from radix import RadixTree
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from kvstore.explain import Explanation
+    from kvstore.interface import KVStore
     from kvstore.lease import Lease, Reservation
-    from kvstore.pool import Pool
     from kvstore.tiers.store import Store
     from radix import EvictionOrder
 
@@ -162,31 +163,27 @@ class ClientContract(ABC):
     namespace = Namespace(b"weights", layout)
 
     @abstractmethod
-    def make_store(self, num_blocks: int) -> Pool:
+    def make_store(self, num_blocks: int) -> KVStore:
         """Return an empty store with room for ``num_blocks`` blocks of ``layout``."""
 
-    def put(self, store: Pool, tokens: Sequence[int], namespace: Namespace | None = None) -> int:
+    def put(self, store: KVStore, tokens: Sequence[int], namespace: Namespace | None = None) -> int:
         """Store the pattern of every missing block of ``tokens``."""
         reservation = store.reserve(namespace or self.namespace, tokens)
-        self.fill(store, reservation, tokens)
+        self.fill(reservation, tokens)
         return store.commit(reservation)
 
-    def fill(self, store: Pool, held: Reservation, tokens: Sequence[int]) -> None:
+    def fill(self, held: Reservation, tokens: Sequence[int]) -> None:
         """Write patterns into reserved slots."""
-        for index, slot in zip(held.indices.tolist(), self.slots(store, held), strict=True):
+        for index, slot in zip(held.indices.tolist(), self.slots(held), strict=True):
             slot[:] = pattern(held.namespace, _prefix(tokens, index + 1, held.namespace))
 
-    def slots(self, store: Pool, held: Lease | Reservation) -> list[np.ndarray]:
+    def slots(self, held: Lease | Reservation) -> list[np.ndarray]:
         """Views of the held blocks' bytes."""
-        names = [store.tier_names[tier] for tier in held.tiers.tolist()]
-        return [
-            np.asarray(store.buffer(name))[offset : offset + held.block_bytes]
-            for name, offset in zip(names, held.offsets.tolist(), strict=True)
-        ]
+        return [np.asarray(slot) for slot in held.slots()]
 
-    def check(self, store: Pool, lease: Lease, tokens: Sequence[int]) -> None:
+    def check(self, lease: Lease, tokens: Sequence[int]) -> None:
         """Assert that every leased block has its own bytes."""
-        for index, slot in enumerate(self.slots(store, lease)):
+        for index, slot in enumerate(self.slots(lease)):
             np.testing.assert_array_equal(
                 slot, pattern(lease.namespace, _prefix(tokens, index + 1, lease.namespace))
             )
@@ -202,7 +199,7 @@ class ClientContract(ABC):
                 assert store.lookup(self.namespace, asked) == expected, length
                 with store.acquire(self.namespace, asked) as lease:
                     assert lease.hit_tokens == expected
-                    self.check(store, lease, asked)
+                    self.check(lease, asked)
 
     def test_a_difference_at_any_position_ends_the_hit_there(self) -> None:
         """Every token of a block counts, also its last."""
@@ -266,7 +263,7 @@ class ClientContract(ABC):
             lease = store.acquire(self.namespace, tokens)
             for start in range(1000, 3000, 100):
                 self.put(store, range(start, start + 16))
-            self.check(store, lease, tokens)
+            self.check(lease, tokens)
             assert store.lookup(self.namespace, tokens) == 16
             store.release(lease)
             for start in range(5000, 7000, 100):
@@ -305,7 +302,7 @@ class ClientContract(ABC):
                     older = range((cycle - 2) * 100, (cycle - 2) * 100 + 33)
                     with store.acquire(self.namespace, older) as lease:
                         assert lease.num_blocks == 8
-                        self.check(store, lease, older)
+                        self.check(lease, older)
             store.drain()
             assert store.stats().held_blocks == 0
 
@@ -327,7 +324,7 @@ class ClientContract(ABC):
             for namespace in [self.namespace, *others]:
                 with store.acquire(namespace, range(17)) as lease:
                     assert lease.num_blocks == 4
-                    self.check(store, lease, range(17))
+                    self.check(lease, range(17))
 
     @pytest.mark.parametrize("tokens", [[1.5], [True], [-1], [2**31], [[1]], "ab", None, 7, {1: 2}])
     def test_bad_tokens_are_refused(self, tokens: object) -> None:
@@ -349,11 +346,199 @@ class ClientContract(ABC):
             stats = store.stats()
             assert (stats.num_leases, stats.num_reservations, stats.num_blocks) == (0, 0, 0)
 
+    def test_an_empty_lease_is_released_as_often_as_one_likes(self) -> None:
+        """It holds nothing: that is no second release."""
+        with self.make_store(4) as store:
+            before = store.stats().counts.get(("refused_releases",), 0)
+            lease = store.acquire(self.namespace, range(9))
+            assert (lease.num_blocks, lease.hit_tokens, lease.failure) == (0, 0, None)
+            for _ in range(3):
+                store.release(lease)
+            assert store.verify(lease) == 0
+            reservation = store.reserve(self.namespace, range(3))
+            for _ in range(2):
+                assert store.commit(reservation) == 0
+                store.abort(reservation)
+            assert store.stats().counts.get(("refused_releases",), 0) == before
+
+    def test_bytes_that_were_overwritten_are_found(self) -> None:
+        """Once the checksums are there, ``verify`` says how many leading blocks are good."""
+        with self.make_store(16) as store:
+            self.put(store, range(16))
+            store.drain()
+            lease = store.acquire(self.namespace, range(17))
+            assert store.verify(lease) == 4
+            if not all(isinstance(slot, np.ndarray) for slot in lease.slots()):
+                pytest.skip("device memory is not verified")
+            self.slots(lease)[2][5] ^= 1
+            assert store.verify(lease) == 2
+            store.release(lease)
+            assert store.lookup(self.namespace, range(17)) == 8
+            assert store.verify(lease) == 0, "a released lease vouches for nothing"
+            self.expect(store, range(17), ("hit", 8), ("corrupt", 8), ("incomplete_block", 1))
+
+    def test_prefetch_answers_as_lookup_and_stores_nothing(self) -> None:
+        """It may move blocks between tiers, and the bytes stay right."""
+        with self.make_store(16) as store:
+            assert store.prefetch(self.namespace, range(17)) == 0
+            self.put(store, range(16))
+            stored = store.stats().counts["stored_blocks",]
+            for length in (0, 3, 4, 5, 16, 17, 30):
+                expected = store.lookup(self.namespace, range(length))
+                assert store.prefetch(self.namespace, range(length)) == expected
+            store.drain()
+            with store.acquire(self.namespace, range(17)) as lease:
+                assert lease.num_blocks == 4
+                self.check(lease, range(16))
+            store.drain()
+            stats = store.stats()
+            assert (stats.held_blocks, stats.num_blocks) == (0, 4)
+            assert stats.counts["stored_blocks",] == stored
+            with pytest.raises(UsageError):
+                store.prefetch(self.namespace, [0.5])
+
+    def expect(self, store: KVStore, tokens: Sequence[int], *fates: tuple[str, int]) -> Explanation:
+        """Assert that ``tokens`` meet these fates in order: the cause, and for how many tokens.
+
+        And what holds for every answer: segments follow one another from token 0 to the end, what hits
+        is what ``lookup`` says and lies in a tier, and the rest in none.
+        """
+        told = store.explain(self.namespace, tokens)
+        stops = [segment.stop for segment in told.segments]
+        assert [segment.start for segment in told.segments] == [0, *stops][: len(stops)]
+        assert told.prompt_tokens == len(tokens) == ([0, *stops][-1])
+        assert told.hit_tokens == store.lookup(self.namespace, tokens)
+        found: list[tuple[str, int]] = []
+        for segment in told.segments:
+            assert (segment.cause == "hit") == (segment.tier in store.tier_names)
+            assert segment.detail
+            length = segment.stop - segment.start
+            if found and found[-1][0] == segment.cause == "hit":  # in several tiers
+                length += found.pop()[1]
+            found.append((segment.cause, length))
+        assert found == list(fates)
+        return told
+
+    def test_explains_what_was_never_stored(self) -> None:
+        """Whole blocks were not stored; what is behind them could not be."""
+        with self.make_store(16) as store:
+            self.expect(store, [])
+            self.expect(store, range(3), ("incomplete_block", 3))
+            self.expect(store, range(4), ("last_token", 4))
+            self.expect(store, range(10), ("not_stored", 8), ("incomplete_block", 2))
+            self.expect(store, range(12), ("not_stored", 8), ("last_token", 4))
+            self.put(store, range(8))
+            self.expect(store, range(3), ("incomplete_block", 3))
+            self.expect(store, range(8), ("hit", 4), ("last_token", 4))
+            self.expect(store, range(9), ("hit", 8), ("incomplete_block", 1))
+            self.expect(store, range(16), ("hit", 8), ("not_stored", 4), ("last_token", 4))
+            with pytest.raises(UsageError):
+                store.explain(self.namespace, [0.5])
+
+    def test_explains_what_is_being_stored(self) -> None:
+        """And that its writer gave up."""
+        with self.make_store(16) as store:
+            self.put(store, range(4))
+            reservation = store.reserve(self.namespace, range(12))
+            asked = range(17)
+            self.expect(
+                *(store, asked, ("hit", 4), ("being_stored", 8), ("not_stored", 4)),
+                ("incomplete_block", 1),
+            )
+            store.abort(reservation)
+            self.expect(store, asked, ("hit", 4), ("aborted", 12), ("incomplete_block", 1))
+            self.put(store, range(16))
+            self.expect(store, asked, ("hit", 16), ("incomplete_block", 1))
+
+    def test_explains_what_was_lost(self) -> None:
+        """To make room, or because somebody asked for it."""
+        with self.make_store(8) as store:
+            first = range(100, 117)
+            self.put(store, range(17))
+            self.put(store, first)
+            assert store.evict(self.namespace, first) == 4
+            self.expect(store, first, ("evicted", 16), ("incomplete_block", 1))
+            self.expect(store, range(17), ("hit", 16), ("incomplete_block", 1))
+            for start in range(1000, 3000, 100):
+                self.put(store, range(start, start + 16))
+            told = self.expect(store, range(17), ("evicted", 16), ("incomplete_block", 1))
+            assert "room" in told.segments[0].detail
+            self.expect(store, range(7000, 7005), ("not_stored", 4), ("incomplete_block", 1))
+            store.clear()
+            self.expect(store, range(2900, 2917), ("cleared", 16), ("incomplete_block", 1))
+
+    def test_explains_that_another_namespace_has_it(self) -> None:
+        """Named by the beginning of its digest."""
+        other = Namespace(b"weights", self.layout, salt="pepper")
+        with self.make_store(16) as store:
+            self.put(store, range(16), other)
+            self.put(store, range(4))
+            told = self.expect(
+                *(store, range(17), ("hit", 4), ("other_namespace", 12)), ("incomplete_block", 1)
+            )
+            assert other.digest.hex()[:8] in told.segments[-2].detail
+
+    def test_evict_forgets_a_prefix_and_what_follows(self) -> None:
+        """And nothing else. Who reads it reads on."""
+        with self.make_store(16) as store:
+            self.put(store, range(16))
+            self.put(store, [*range(8), *range(50, 58)])
+            self.put(store, range(100, 108))
+            lease = store.acquire(self.namespace, range(17))
+            assert store.evict(self.namespace, range(8)) == 2
+            assert store.evict(self.namespace, range(8)) == 0
+            for gone in (range(17), [*range(8), *range(50, 59)]):
+                assert store.lookup(self.namespace, gone) == 0
+            assert store.lookup(self.namespace, range(100, 109)) == 8
+            self.check(lease, range(16))
+            store.release(lease)
+            store.drain()
+            assert store.stats().num_blocks == 2
+            assert self.put(store, range(16)) == 4
+            with pytest.raises(UsageError):
+                store.evict(self.namespace, [0.5])
+
+    def test_clear_forgets_everything(self) -> None:
+        """And what is stored afterwards is there. Who reads it reads on."""
+        other = Namespace(b"weights", self.layout, salt="pepper")
+        with self.make_store(16) as store:
+            for namespace in (self.namespace, other):
+                self.put(store, range(16), namespace)
+            lease = store.acquire(other, range(17))
+            reservation = store.reserve(self.namespace, range(24))
+            store.clear()
+            assert store.lookup(self.namespace, range(17)) == store.lookup(other, range(17)) == 0
+            self.check(lease, range(16))
+            store.release(lease)
+            assert store.commit(reservation) == 0, "it was cleared too"
+            store.drain()
+            stats = store.stats()
+            assert (stats.num_blocks, stats.held_blocks, stats.num_namespaces) == (0, 0, 0)
+            assert all(tier.used_bytes == 0 for tier in stats.tiers)
+            assert self.put(store, range(16)) == 4
+
+    def test_counts_grow(self) -> None:
+        """They say what was done, and never shrink."""
+        with self.make_store(8) as store:
+            seen = store.stats().counts
+            for start in (0, 100, 200):
+                self.put(store, range(start, start + 16))
+                with store.acquire(self.namespace, range(start, start + 19)):
+                    pass
+                store.evict(self.namespace, range(start, start + 16))
+                counts = store.stats().counts
+                assert all(counts[name] >= value for name, value in seen.items())
+                for name, grown in (("lookups", 1), ("stored_blocks", 4)):
+                    assert counts[name,] == seen.get((name,), 0) + grown
+                missed = "lookup_tokens", "miss"
+                assert counts[missed] == seen.get(missed, 0) + 3
+                seen = counts
+
     def test_threads(self) -> None:
         """Readers and writers of overlapping prompts under pressure: own bytes or a miss."""
         errors: list[BaseException] = []
 
-        def work(store: Pool, seed: int) -> None:
+        def work(store: KVStore, seed: int) -> None:
             rng = np.random.default_rng(seed)
             try:
                 for _ in range(150):
@@ -363,7 +548,7 @@ class ClientContract(ABC):
                         self.put(store, tokens)
                     else:
                         with store.acquire(self.namespace, tokens) as lease:
-                            self.check(store, lease, tokens)
+                            self.check(lease, tokens)
             except BaseException as error:  # noqa: BLE001  (told by the main thread)
                 errors.append(error)
 

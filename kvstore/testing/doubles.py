@@ -47,9 +47,13 @@ class ManualMover(Mover):
         self.jobs: deque[Callable[[], None]] = deque()
         self._max_waiting = max_waiting
 
+    def has_room(self) -> bool:
+        """Whether fewer than ``max_waiting`` jobs are kept."""
+        return len(self.jobs) < self._max_waiting
+
     def submit(self, job: Callable[[], None]) -> bool:
         """Keep ``job``."""
-        if len(self.jobs) >= self._max_waiting:
+        if not self.has_room():
             return False
         self.jobs.append(job)
         return True

@@ -45,7 +45,7 @@ class Arena:
 
         Args:
             capacity_bytes: length of the buffer.
-            max_slabs: a slab takes at most this fraction of it, but at least one slot.
+            max_slabs: a slab takes at most one part in so many of it, but at least one slot.
         """
         self._max_slabs = max_slabs
         self.capacity_bytes = capacity_bytes // ALIGNMENT * ALIGNMENT

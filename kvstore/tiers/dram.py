@@ -1,22 +1,23 @@
-"""Host memory: one anonymous mapping, page-locked when CUDA will read it."""
+"""Host memory: one mapping of this process, page-locked when CUDA will read it."""
 
 from __future__ import annotations
 
 import mmap
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvstore.errors import ConfigError
+from kvstore.tiers.memory import Region, cuda_register, cuda_unregister
 from kvstore.tiers.store import Store
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from numpy.typing import NDArray
 
     from kvstore.tiers.store import HostBlocks
-
-
-MADV_POPULATE_WRITE = 23
-"""Linux 5.14; not named by Python 3.11."""
 
 
 class DramStore(Store):
@@ -26,20 +27,27 @@ class DramStore(Store):
         """Map the memory.
 
         Args:
-            capacity_bytes: size of the mapping.
+            capacity_bytes: size of the mapping, in whole pages.
             prefault: have the kernel provide every page now, not when it is first written.
             pin: page-lock it for CUDA (``cudaHostRegister``), so that copies can run asynchronously.
+
+        Raises:
+            ConfigError: the system does not have as much.
         """
-        self.capacity_bytes = capacity_bytes
-        self._map = mmap.mmap(-1, capacity_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            self._map.madvise(mmap.MADV_HUGEPAGE)
-        self._buffer: NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
+        try:
+            region = Region(capacity_bytes)
+        except OSError as error:
+            raise refused(capacity_bytes, error) from None
+        ask_for_huge_pages(region)
         if prefault:
-            self._prefault()
-        self._pinned = pin
-        if pin:
-            _cuda_check("cudaHostRegister", self._buffer.ctypes.data, capacity_bytes, 0)
+            provide(region)
+        self._pinned = pin and cuda_register(region.address, capacity_bytes, 0)
+        self._use(region)
+
+    def _use(self, region: Region) -> None:
+        self.capacity_bytes = region.num_bytes
+        self._region: Region | None = region
+        self._buffer = region.array()
 
     @property
     def buffer(self) -> NDArray[np.uint8]:
@@ -70,19 +78,39 @@ class DramStore(Store):
     def close(self) -> None:
         """Unpin and drop the mapping; it is unmapped when the last view of it is gone."""
         if self._pinned:
-            _cuda_check("cudaHostUnregister", self._buffer.ctypes.data)
+            cuda_unregister(self._buffer.ctypes.data)
             self._pinned = False
+        self._region = None
         self._buffer = np.empty(0, np.uint8)
 
-    def _prefault(self) -> None:
+
+def ask_for_huge_pages(region: Region) -> None:
+    """Ask for transparent huge pages; a kernel without them, or told not to, just gives small ones."""
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):
+            region.advise(mmap.MADV_HUGEPAGE)
+
+
+def provide(region: Region, on_progress: Callable[[int], None] | None = None) -> None:
+    """Have the kernel provide every page, calling ``on_progress(done_bytes)`` between pieces.
+
+    Raises:
+        ConfigError: there is not as much memory.
+    """
+    pieces, done_bytes = region.populate(), 0
+    while done_bytes < region.num_bytes:
         try:
-            self._map.madvise(MADV_POPULATE_WRITE)
-        except OSError:  # an older kernel
-            self._buffer[:: mmap.PAGESIZE] = 0
+            done_bytes = next(pieces)
+        except OSError as error:
+            raise refused(region.num_bytes, error, done_bytes) from None
+        if on_progress:
+            on_progress(done_bytes)
 
 
-def _cuda_check(function: str, *arguments: int) -> None:
-    import torch
-
-    runtime = torch.cuda.cudart()
-    torch.cuda.check_error(int(getattr(runtime, function)(*arguments)))
+def refused(wanted_bytes: int, error: OSError, done_bytes: int = 0) -> ConfigError:
+    """Return the error for memory that the system does not give."""
+    return ConfigError(
+        f"dram={wanted_bytes} bytes cannot be had: the system refused after {done_bytes} bytes "
+        f"({error.strerror}); give dram less, or this process more (`ulimit -v`, `ulimit -f`, the "
+        "container's limit); see `kvstore doctor`"
+    )

@@ -21,6 +21,10 @@ class Mover(ABC):
     """
 
     @abstractmethod
+    def has_room(self) -> bool:
+        """Whether :meth:`submit` would take a job now, as far as can be told before it is made."""
+
+    @abstractmethod
     def submit(self, job: Callable[[], None]) -> bool:
         """Take ``job``, or refuse it (False) because too many wait. Never blocks on other jobs."""
 
@@ -35,6 +39,10 @@ class Mover(ABC):
 
 class InlineMover(Mover):
     """Runs each job at once, on the caller's thread: deterministic, for tests and simulation."""
+
+    def has_room(self) -> bool:
+        """Always."""
+        return True
 
     def submit(self, job: Callable[[], None]) -> bool:
         """Run ``job``."""
@@ -62,6 +70,11 @@ class ThreadMover(Mover):
         self._waiting = 0
         self._closed = False
         self._changed = Condition()
+
+    def has_room(self) -> bool:
+        """Whether the queue is open and not full."""
+        with self._changed:
+            return not self._closed and self._waiting < self._max_waiting
 
     def submit(self, job: Callable[[], None]) -> bool:
         """Queue ``job``."""

@@ -12,12 +12,18 @@ from kvstore.testing import ManualMover, small_pool
 from kvstore.testing.contracts import PAGE, ClientContract, OrderContract, StoreContract
 from kvstore.tiers.dram import DramStore
 from kvstore.tiers.mover import InlineMover, ThreadMover
+from kvstore.tiers.shared import SharedDramStore
 from radix import LRU
 
 
 class TestDramStore(StoreContract):
     def make_store(self, capacity_bytes):
         return DramStore(capacity_bytes, prefault=True)
+
+
+class TestSharedDramStore(StoreContract):
+    def make_store(self, capacity_bytes):
+        return SharedDramStore(capacity_bytes, time.monotonic, prefault=True)
 
 
 class TestGpuStoreOnTheCpuDevice(StoreContract):
@@ -71,6 +77,7 @@ class TestMovers:
         mover = make()
         done = []
         for number in range(100):
+            assert mover.has_room()
             assert mover.submit(lambda number=number: done.append(number))
         mover.drain()
         assert done == list(range(100))
@@ -88,12 +95,16 @@ def test_a_full_thread_mover_refuses_and_recovers():
     mover = ThreadMover(2)
     go = threading.Event()
     assert mover.submit(go.wait)
+    assert mover.has_room()
     assert mover.submit(lambda: None)
+    assert not mover.has_room()
     assert not mover.submit(lambda: None)
     go.set()
     mover.drain()
+    assert mover.has_room()
     assert mover.submit(lambda: None)
     mover.close()
+    assert not mover.has_room()
     assert not mover.submit(lambda: None)
 
 

@@ -5,12 +5,16 @@ Tiny tiers, two tokens, two block sizes, moves played in any order. After every 
 * what is resident was stored, and is closed under prefixes;
 * no block was lost: stored = resident + the evictions that were counted;
 * every leased block still has its own bytes, where the lease says;
+* what is pinned is resident until it is forgotten on request;
+* a checksum that is known is that of the block's own bytes;
 * the pool's own invariants hold, down to slots and reference counts.
 """
 
 from __future__ import annotations
 
 import numpy as np
+import pytest
+import xxhash
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     Bundle,
@@ -22,7 +26,9 @@ from hypothesis.stateful import (
     rule,
 )
 
-from kvstore.blocks import BlockState
+import kvstore.residency
+from kvstore.blocks import FIRST_CHECKSUM, BlockState
+from kvstore.errors import UsageError
 from kvstore.namespace import KVLayout, Namespace
 from kvstore.testing import FakeClock, ManualMover, pattern, small_pool
 
@@ -58,6 +64,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.stored: set[tuple[bytes, bytes]] = set()
         self.lost = 0
         self.held: dict[int, tuple] = {}
+        self.pinned: dict[str, set[tuple[bytes, bytes]]] = {}
 
     # -- helpers
 
@@ -95,6 +102,7 @@ class PoolMachine(RuleBasedStateMachine):
         """Account for what left the index since the last step."""
         resident = self.resident()
         gone = self.stored - resident
+        assert not gone & set().union(*self.pinned.values()), "what is pinned stays"
         assert resident <= self.stored, "nothing is resident that was not stored"
         assert len(gone) == self.evictions() - self.lost, "every block that left was counted, once"
         self.lost += len(gone)
@@ -125,7 +133,9 @@ class PoolMachine(RuleBasedStateMachine):
     def commit(self, held):
         reservation, prefixes = held
         table = self.pool._residency.table
-        alive = table.states[reservation.block_ids] == BlockState.RESERVED
+        hold = self.pool._holds.reservations.get(reservation.held_id)
+        fresh = hold.fresh if hold else np.empty(0, np.int32)
+        alive = table.states[fresh] == BlockState.RESERVED
         assert self.pool.commit(reservation) == alive.sum()
         for index in reservation.indices[alive].tolist():
             self.stored.add((reservation.namespace.digest, prefixes[index]))
@@ -144,12 +154,7 @@ class PoolMachine(RuleBasedStateMachine):
     def acquire(self, namespace, tokens):
         lease = self.pool.acquire(namespace, tokens)
         prefixes = self.prefixes(namespace, tokens)
-        known = 0
-        while known < len(prefixes) and (namespace.digest, prefixes[known]) in self.stored:
-            known += 1
-        usable = min(known, max(0, len(tokens) - 1) // namespace.layout.block_tokens)
-        hidden = self.first_hidden(namespace, prefixes)
-        assert lease.num_blocks == min(usable, hidden), "all that is stored and visible is found"
+        assert lease.num_blocks == self.usable(namespace, tokens), "all that is visible is found"
         self.held[id(lease)] = (lease, prefixes)
         return lease
 
@@ -159,6 +164,23 @@ class PoolMachine(RuleBasedStateMachine):
         digest, prefix = data.draw(st.sampled_from(sorted(self.stored)))
         namespace = next(space for space in NAMESPACES if space.digest == digest)
         return self.acquire(namespace, np.frombuffer(prefix, "<i4").tolist() + [0] * longer)
+
+    def visible(self, namespace, tokens):
+        """Leading blocks of ``tokens`` that are stored, with nothing unfinished before them."""
+        prefixes = self.prefixes(namespace, tokens)
+        known = 0
+        while known < len(prefixes) and (namespace.digest, prefixes[known]) in self.stored:
+            known += 1
+        return min(known, self.first_hidden(namespace, prefixes))
+
+    def usable(self, namespace, tokens):
+        longest = max(0, len(tokens) - 1) // namespace.layout.block_tokens
+        return min(self.visible(namespace, tokens), longest)
+
+    def indexed(self, namespace, prefixes):
+        """Leading blocks that are stored or being written."""
+        tree = self.pool._residency.trees.get(namespace.digest)
+        return tree.match(prefixes[-1]).num_blocks if tree and prefixes else 0
 
     def first_hidden(self, namespace, prefixes):
         """Blocks before the first one that is still being written."""
@@ -192,11 +214,63 @@ class PoolMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.mover.jobs)
     @rule()
     def fail_a_move(self):
-        copy = self.pool._residency._copy
-        self.pool._residency._copy = None  # calling it raises
-        self.mover.run_one()
-        self.pool._residency._copy = copy
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(kvstore.residency, "copy_blocks", None)  # calling it raises
+            self.mover.run_one()
         self.forget_evicted()
+
+    @rule(namespace=SPACE, tokens=TOKENS)
+    def prefetch(self, namespace, tokens):
+        before = self.resident()
+        known = self.usable(namespace, tokens) * namespace.layout.block_tokens
+        assert self.pool.prefetch(namespace, tokens) == known
+        self.forget_evicted()
+        assert self.stored <= before, "nothing is stored by it"
+
+    @rule(namespace=SPACE, tokens=TOKENS)
+    def explain(self, namespace, tokens):
+        before = self.resident()
+        told = self.pool.explain(namespace, tokens)
+        assert self.resident() == before
+        width, hit_blocks = namespace.layout.block_tokens, self.usable(namespace, tokens)
+        assert told.prompt_tokens == len(tokens)
+        assert told.hit_tokens == hit_blocks * width == self.pool.lookup(namespace, tokens)
+        edges = [0, *(segment.stop for segment in told.segments)]
+        assert [segment.start for segment in told.segments] == edges[:-1], "no gap, no overlap"
+        assert edges[-1] == len(tokens)
+        assert all(segment.start < segment.stop for segment in told.segments)
+        for segment in told.segments:
+            assert (segment.cause == "hit") == (segment.stop <= told.hit_tokens)
+            assert (segment.tier in self.pool.tier_names) == (segment.cause == "hit")
+        causes = [segment.cause for segment in told.segments if segment.cause != "hit"]
+        tail = "incomplete_block" if len(tokens) % width else "last_token"
+        assert causes[-1:] == [tail] * bool(tokens), "the last tokens never hit"
+        prefixes = self.prefixes(namespace, tokens)
+        longest = max(0, len(tokens) - 1) // width
+        unfinished = hit_blocks < min(self.indexed(namespace, prefixes), longest)
+        assert ("being_stored" in causes) == unfinished
+
+    @rule(name=st.sampled_from("abc"), namespace=SPACE, tokens=TOKENS)
+    def pin(self, name, namespace, tokens):
+        blocks = self.visible(namespace, tokens)
+        wanted = {
+            (namespace.digest, prefix) for prefix in self.prefixes(namespace, tokens)[:blocks]
+        }
+        others = [pin for other, pin in self.pinned.items() if other != name]
+        sizes = {space.digest: -(-space.layout.block_bytes // 4096) for space in NAMESPACES}
+        pages = sum(sizes[digest] for digest, _ in wanted.union(*others))
+        if pages * 4096 > self.pool.stats().tiers[-1].capacity_bytes // 2:
+            with pytest.raises(UsageError, match=f"{pages * 4096} bytes"):
+                self.pool.pin(name, namespace, tokens)
+            return
+        assert self.pool.pin(name, namespace, tokens) == blocks * namespace.layout.block_tokens
+        self.pinned.pop(name, None)
+        if wanted:
+            self.pinned[name] = wanted
+
+    @rule(name=st.sampled_from("abc"))
+    def unpin(self, name):
+        assert self.pool.unpin(name) == (self.pinned.pop(name, None) is not None)
 
     @rule(namespace=SPACE, tokens=TOKENS)
     def demote(self, namespace, tokens):
@@ -207,12 +281,20 @@ class PoolMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.stored) > 5)
     @rule(namespace=SPACE, tokens=TOKENS)
     def evict(self, namespace, tokens):
+        matched = self.prefixes(namespace, tokens)[:1]
+        for name, pin in list(self.pinned.items()):
+            self.pinned[name] = {
+                (digest, prefix)
+                for digest, prefix in pin
+                if digest != namespace.digest or not matched or not prefix.startswith(matched[0])
+            }
         self.pool.evict(namespace, tokens)
         self.forget_evicted()
 
     @precondition(lambda self: len(self.stored) > 5)
     @rule()
     def clear(self):
+        self.pinned.clear()
         self.pool.clear()
         self.forget_evicted()
         assert not self.stored
@@ -225,6 +307,27 @@ class PoolMachine(RuleBasedStateMachine):
             self.pool.check_invariants()
 
     @invariant()
+    def pins_are_what_was_pinned(self):
+        if hasattr(self, "pool"):
+            self.pinned = {name: pin for name, pin in self.pinned.items() if pin}
+            assert {pin.name: pin.num_blocks for pin in self.pool.pins()} == {
+                name: len(pin) for name, pin in self.pinned.items()
+            }
+
+    @invariant()
+    def checksums_are_right(self):
+        if not hasattr(self, "pool"):
+            return
+        residency = self.pool._residency
+        known = residency.table.checksums >= FIRST_CHECKSUM
+        for tree in residency.trees.values():
+            size = tree.namespace.layout.block_bytes
+            for ids in (node.blocks[known[node.blocks]] for node in tree.walk()):
+                for block, tier, offset in zip(ids, *residency.where(ids), strict=True):
+                    data = residency.tiers[tier].store.buffer[offset : offset + size]
+                    assert xxhash.xxh3_64_intdigest(data) == residency.table.checksums[block]
+
+    @invariant()
     def leased_bytes_stay(self):
         for lease, prefixes in getattr(self, "held", {}).values():
             for prefix, view in zip(prefixes, self.views(lease), strict=False):
@@ -235,11 +338,14 @@ class PoolMachine(RuleBasedStateMachine):
             return
         for lease, _ in self.held.values():
             self.pool.release(lease)
-        for held_id in list(self.pool._reservations):
-            hold = self.pool._reservations.pop(held_id)
-            self.pool._residency.detach(hold.tree.match(hold.key).nodes, hold.fresh, "aborted")
-            self.pool._residency.unpin(np.concatenate([hold.known, hold.fresh]))
+        for hold in self.pool._holds.reservations.values():
+            self.pool._abort(hold)
+        self.pool._holds.reservations.clear()
         self.pool.drain()
+        table = self.pool._residency.table
+        assert not ((table.checksums > 0) & (table.checksums < FIRST_CHECKSUM)).any(), (
+            "no seal is forgotten"
+        )
         self.pool.clear()
         self.pool.check_invariants()
         stats = self.pool.stats()

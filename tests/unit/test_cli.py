@@ -16,7 +16,7 @@ from kvstore.cli import doctor, host, plugins
 from kvstore.cli.main import build
 from kvstore.cli.table import render
 from kvstore.errors import ConfigError, TooLargeError
-from kvstore.host import cgroup_limit_bytes, usable_memory_bytes
+from kvstore.host import available_memory_bytes, cgroup_limit_bytes, memory_limit
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -220,7 +220,7 @@ def test_memory_without_a_limit(tmp_path: Path) -> None:
     write(tmp_path, **{"sys/fs/cgroup/memory.max": "max\n"})
     row = host.memory(tmp_path)
     assert row == host.Check("memory", "ok", "16.0 GiB, 8.0 GiB available, no cgroup limit")
-    assert usable_memory_bytes(tmp_path) == 16 << 30
+    assert available_memory_bytes(tmp_path) == 8 << 30
 
 
 def test_memory_limit_of_a_parent_group_in_version_2(tmp_path: Path) -> None:
@@ -247,13 +247,50 @@ def test_memory_limit_in_version_1(tmp_path: Path) -> None:
         },
     )
     assert cgroup_limit_bytes(tmp_path) == 2 << 30
-    assert usable_memory_bytes(tmp_path) == 2 << 30
+    assert available_memory_bytes(tmp_path) == 2 << 30
+
+
+def group_files(
+    directory: str, names: tuple[str, str, str], limit: int, used: int, cached: int
+) -> dict[str, str]:
+    return {
+        f"{directory}/{names[0]}": f"{limit << 30}\n",
+        f"{directory}/{names[1]}": f"{used << 30}\n",
+        f"{directory}/memory.stat": f"inactive_anon 1\n{names[2]} {cached << 30}\nfile 7\n",
+    }
+
+
+@pytest.mark.parametrize(
+    ("groups", "parent", "names"),
+    [
+        ("0::/pod/box\n", "sys/fs/cgroup/pod", ("memory.max", "memory.current", "inactive_file")),
+        (
+            "4:memory:/pod/box\n0::/\n",
+            "sys/fs/cgroup/memory/pod",
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        ),
+    ],
+)
+def test_what_a_group_uses_is_not_available_but_file_cache_is(
+    tmp_path: Path, groups: str, parent: str, names: tuple[str, str, str]
+) -> None:
+    write(tmp_path, **{"proc/self/cgroup": groups, "proc/meminfo": MEMINFO})
+    write(tmp_path, **group_files(f"{parent}/box", names, limit=9, used=2, cached=1))
+    assert available_memory_bytes(tmp_path) == 8 << 30  # as much as the machine has
+    write(tmp_path, **group_files(parent, names, limit=12, used=9, cached=4))
+    limit = memory_limit(tmp_path)
+    assert limit is not None
+    assert (limit.limit_bytes, limit.available_bytes) == (12 << 30, 7 << 30)
+    assert limit.source.endswith(f"{parent}/{names[0]}")
+    write(tmp_path, **group_files(parent, names, limit=12, used=13, cached=0))
+    assert available_memory_bytes(tmp_path) == 0
+    assert host.memory(tmp_path).detail == "16.0 GiB, 0 B available, cgroup limit 9.0 GiB"
 
 
 def test_a_machine_that_tells_nothing_is_no_failure(tmp_path: Path) -> None:
     assert "fail" not in {row.status for row in host.host_checks(tmp_path)}
     assert host.memory(tmp_path).detail == "not known on this system"
-    assert usable_memory_bytes(tmp_path) is None
+    assert available_memory_bytes(tmp_path) is None
 
 
 @pytest.mark.parametrize(
@@ -268,6 +305,41 @@ def test_huge_pages(tmp_path: Path, text: str, status: str, word: str) -> None:
     row = host.huge_pages(tmp_path)
     assert row.status == status
     assert word in row.detail
+
+
+@pytest.mark.parametrize(
+    ("setting", "free", "reserved", "row"),
+    [
+        (
+            "[never]",
+            0,
+            0,
+            ("warn", "transparent: never, 0 reserved ones of 2 MiB free; for a daemon"),
+        ),
+        ("[never]", 9, 2, ("ok", "transparent: never, 7 reserved ones of 2 MiB free")),
+        ("[advise]", 0, 0, ("ok", "transparent: advise, 0 reserved ones of 2 MiB free")),
+        ("", 0, 0, ("warn", "not known on this system, 0 reserved")),
+    ],
+)
+def test_huge_pages_of_shared_memory(
+    tmp_path: Path, setting: str, free: int, reserved: int, row: tuple[str, str]
+) -> None:
+    meminfo = f"HugePages_Free: {free}\nHugePages_Rsvd: {reserved}\nHugepagesize: 2048 kB\n"
+    write(tmp_path, **{"proc/meminfo": meminfo})
+    if setting:
+        file = "sys/kernel/mm/transparent_hugepage/shmem_enabled"
+        write(tmp_path, **{file: f"always within_size {setting} deny\n"})
+    check = host.shared_huge_pages(tmp_path)
+    assert check.status == row[0]
+    assert check.detail.startswith(row[1])
+
+
+def test_open_files() -> None:
+    assert host.open_files_row(None, can_be_raised=False).status == "ok"
+    assert host.open_files_row(1024, can_be_raised=False).status == "ok"
+    low = host.open_files_row(1023, can_be_raised=True)
+    assert (low.status, low.detail[:12]) == ("warn", "at most 1023")
+    assert "ulimit -n" in low.detail
 
 
 def test_processor_extensions(tmp_path: Path) -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from socket import gethostname
 
 import pytest
 
-from kvstore.config import Settings
+from kvstore.cli.config import setting_text
+from kvstore.cli.main import BUILT_IN
+from kvstore.config import Settings, default_socket
 from kvstore.metrics import COUNTERS
 
 ROOT = Path(__file__).parents[2]
@@ -29,15 +33,39 @@ def examples(name):
     return re.findall(r"```python\n(.*?)```", read(name), re.DOTALL)
 
 
+def setting_rows():
+    section = read("docs/using.md").partition("## Settings")[2].partition("\n## ")[0]
+    lines = re.findall(r"^\| `(\w+)` \| (.+?) \| .+ \|$", section, re.MULTILINE)
+    return {name: default.replace("`", "") for name, default in lines}
+
+
 def test_every_setting_and_its_default_is_documented():
-    rows = dict(re.findall(r"^\| `(\w+)` \| `?([^|`]+?)`? \|", read("docs/using.md"), re.MULTILINE))
-    assert set(rows) >= set(Settings.model_fields)
-    shown = {"1 GiB": 1 << 30, "16 MiB": 16 << 20, "true": True}
-    for name, field in Settings.model_fields.items():
-        assert str(shown.get(rows[name], rows[name])) in (
-            str(field.default),
-            f"{field.default:g}" if isinstance(field.default, float) else "",
-        ), name
+    rows = setting_rows()
+    fixed = {
+        name: setting_text(field.default) or "none"
+        for name, field in Settings.model_fields.items()
+        if field.default_factory is None
+    }
+    in_words = {"socket", "node"}
+    assert {name: rows[name] for name in rows if name not in in_words} == fixed
+    assert set(rows) - set(fixed) == in_words
+
+
+def test_the_defaults_that_depend_on_the_host_are_documented(monkeypatch):
+    rows = setting_rows()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/me")
+    below = str(default_socket()).replace("/run/me", "$XDG_RUNTIME_DIR")
+    monkeypatch.delenv("XDG_RUNTIME_DIR")
+    otherwise = str(default_socket()).replace(f"-{os.getuid()}.", "-UID.")
+    assert rows["socket"] == f"{below}, else {otherwise}"
+    assert rows["node"] == "name of the host"
+    assert Settings().node == gethostname()
+
+
+def test_commands_that_documents_name_exist():
+    for name in DOCUMENTS:
+        for words in re.findall(r"`kvstore ([a-z]+)\b", read(name)):
+            assert words in BUILT_IN or words == "demo", (name, words)
 
 
 def test_every_counter_is_documented():

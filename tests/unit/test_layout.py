@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import mmap
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -28,7 +30,6 @@ class Slots:
     num_slots: int
     gap: int
     device: str = "cpu"
-    tier_names: tuple[str, ...] = ("gpu", "dram")
     buffers: list = field(init=False)
 
     def __post_init__(self):
@@ -39,15 +40,11 @@ class Slots:
             np.full(length, GUARD, np.uint8),
         ]
 
-    def buffer(self, name):
-        return self.buffers[self.tier_names.index(name)]
-
     def held(self, kind, places, **more):
         tiers, slots = (np.array(column, np.int64) for column in zip(*places, strict=True))
         namespace = Namespace(model=b"m", layout=self.layout)
-        ids = np.arange(len(places), dtype=np.int32)
-        offsets = self.gap + slots * self.stride
-        return kind(self, namespace, ids, tiers.astype(np.int8), offsets, 0.0, **more)
+        offsets, buffers = self.gap + slots * self.stride, tuple(self.buffers)
+        return kind(self, namespace, tiers.astype(np.int8), offsets, 0.0, buffers=buffers, **more)
 
     def slot(self, tier, slot):
         start = self.gap + slot * self.stride
@@ -116,14 +113,14 @@ def test_save_then_load_is_exact_and_touches_nothing_else(placement, spare, tran
     source = random_kv(layout, tokens)
     given_source = source.transpose(3, 4).contiguous().transpose(3, 4) if transposed else source
     indices = np.arange(count, dtype=np.int32)
-    save_blocks(slots, slots.held(Reservation, places, indices=indices), given_source)
+    save_blocks(slots.held(Reservation, places, indices=indices), given_source)
     for index, place in enumerate(places):
         assert slots.slot(*place).tobytes() == block_bits(source, layout, index)
     assert (slots.guards() == GUARD).all()
 
     destination = random_kv(layout, tokens, seed=1)
     rest = bits(destination[:, :, :, count * layout.block_tokens :])
-    load_blocks(slots, slots.held(Lease, places), destination, count)
+    load_blocks(slots.held(Lease, places), destination, count)
     for index in range(count):
         assert block_bits(destination, layout, index) == block_bits(source, layout, index)
     assert bits(destination[:, :, :, count * layout.block_tokens :]) == rest
@@ -140,14 +137,14 @@ def test_only_the_blocks_that_were_asked_for_move(placement, data):
         st.sets(st.integers(0, total - 1), min_size=len(places), max_size=len(places))
     )
     indices = np.array(sorted(wanted), np.int32)
-    save_blocks(slots, slots.held(Reservation, places, indices=indices), source)
+    save_blocks(slots.held(Reservation, places, indices=indices), source)
     for index, place in zip(indices, places, strict=True):
         assert slots.slot(*place).tobytes() == block_bits(source, layout, index)
 
     leading = data.draw(st.integers(0, len(places)))
     destination = random_kv(layout, total * layout.block_tokens, seed=1)
     before = destination.clone()
-    load_blocks(slots, slots.held(Lease, places), destination, leading)
+    load_blocks(slots.held(Lease, places), destination, leading)
     for block in range(total):
         expected = source if block < leading else before
         at = indices[block] if block < leading else block
@@ -169,13 +166,39 @@ def test_bytes_have_arrived_on_return_whatever_devices_they_cross(tier, engine, 
     places = [(0, i) for i in range(count // 2)] + [(1, i) for i in range(count // 2)]
     source = random_kv(layout, count * 16)
     indices = np.arange(count, dtype=np.int32)
-    save_blocks(slots, slots.held(Reservation, places, indices=indices), source.to(engine))
+    save_blocks(slots.held(Reservation, places, indices=indices), source.to(engine))
     for index, place in enumerate(places):
         assert slots.slot(*place).tobytes() == block_bits(source, layout, index)
     assert (slots.guards() == GUARD).all()
     destination = torch.zeros_like(source, device=engine)
-    load_blocks(slots, slots.held(Lease, places), destination, count)
+    load_blocks(slots.held(Lease, places), destination, count)
     assert bits(destination.cpu()) == bits(source)
+
+
+def test_memory_that_may_only_be_read_is_loaded_without_a_copy():
+    layout, count = KVLayout(2, 2, 4, "float32"), 3
+    slots, source = Slots(layout, count, 0), random_kv(KVLayout(2, 2, 4, "float32"), 48)
+    places = [(1, i) for i in range(count)]
+    indices = np.arange(count, dtype=np.int32)
+    save_blocks(slots.held(Reservation, places, indices=indices), source)
+    mapped = mmap.mmap(-1, len(slots.buffers[1]))
+    mapped.write(slots.buffers[1].tobytes())
+    array = np.frombuffer(mapped, np.uint8)
+    array.flags.writeable = False
+    slots.buffers[1] = array
+    destination = torch.zeros_like(source)
+    load_blocks(slots.held(Lease, places), destination, count)
+    assert bits(destination) == bits(source)
+
+    tensor, address = plugin._as_tensor(array), array.ctypes.data
+    assert tensor.data_ptr() == address
+    del array, slots.buffers[1]
+    gc.collect()
+    with pytest.raises(BufferError):  # the tensor keeps the memory
+        mapped.close()
+    assert tensor.numpy().tobytes() == mapped[:]
+    del tensor
+    mapped.close()
 
 
 @pytest.mark.parametrize("kind", [Lease, Reservation])
@@ -193,10 +216,10 @@ def test_copies_are_awaited_before_the_slots_go_back(kind, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "copy_", copy_)
     monkeypatch.setattr(plugin, "_finish", events.append)
     if kind is Lease:
-        transfer = partial(load_blocks, slots, slots.held(Lease, places), kv, 3)
+        transfer = partial(load_blocks, slots.held(Lease, places), kv, 3)
     else:
         indices = np.arange(3, dtype=np.int32)
-        transfer = partial(save_blocks, slots, slots.held(Reservation, places, indices=indices), kv)
+        transfer = partial(save_blocks, slots.held(Reservation, places, indices=indices), kv)
     with pytest.raises(RuntimeError, match="is gone"):
         transfer()
     assert events == [False, False, {torch.device("cpu")}]  # only a GPU is waited for
@@ -207,7 +230,7 @@ def test_the_canonical_order_is_layer_kind_head_token_dim():
     slots = Slots(layout, 1, 0)
     axes = torch.meshgrid(*(torch.arange(n) for n in layout.shape), indexing="ij")
     kv = sum(axis * 10**power for axis, power in zip(axes, (4, 3, 2, 1, 0), strict=True)).float()
-    save_blocks(slots, slots.held(Reservation, [(1, 0)], indices=np.array([0], np.int32)), kv)
+    save_blocks(slots.held(Reservation, [(1, 0)], indices=np.array([0], np.int32)), kv)
     stored = slots.slot(1, 0).view(np.float32)
     assert stored[:10].tolist() == [0, 1, 2, 3, 10, 11, 12, 13, 100, 101]
     assert stored[16:18].tolist() == [1000, 1001]
@@ -220,7 +243,7 @@ def test_blocks_in_a_row_are_one_copy(gap):
     slots = Slots(layout, 40, gap)
     kv = random_kv(layout, 40 * 16)
     lease = slots.held(Lease, [(0, i) for i in range(20)] + [(1, i + 7) for i in range(20)])
-    assert len(list(plugin._runs(slots, lease, np.arange(40), kv))) == 2
+    assert len(list(plugin._runs(lease, np.arange(40), kv))) == 2
 
 
 def test_another_geometry_is_refused_not_reinterpreted():
@@ -230,11 +253,11 @@ def test_another_geometry_is_refused_not_reinterpreted():
     kv = random_kv(layout, 16)
     for wrong in (kv.view(torch.float16), kv.float(), kv[:1], kv[:, :, :1], kv[..., :3]):
         with pytest.raises(UsageError, match="does not fit"):
-            load_blocks(slots, lease, wrong.contiguous(), 1)
+            load_blocks(lease, wrong.contiguous(), 1)
     with pytest.raises(UsageError, match="15 tokens"):
-        load_blocks(slots, lease, kv[:, :, :, :15], 1)
+        load_blocks(lease, kv[:, :, :, :15], 1)
     with pytest.raises(UsageError, match="3 blocks"):
-        save_blocks(slots, slots.held(Reservation, [(0, 0)], indices=np.array([2], np.int32)), kv)
+        save_blocks(slots.held(Reservation, [(0, 0)], indices=np.array([2], np.int32)), kv)
 
 
 def test_layout_of_an_engines_tensors():

@@ -5,7 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvstore.errors import LeaseExpiredError, LeaseNotHeldError
+import kvstore.residency
+import kvstore.tiers.moves
+from kvstore.errors import LeaseExpiredError, LeaseNotHeldError, UsageError
+from kvstore.holds import MAX_PINS
 from kvstore.namespace import KVLayout, Namespace
 from kvstore.testing import FakeClock, ManualMover, pattern, small_pool
 from kvstore.testing.contracts import ClientContract
@@ -29,8 +32,8 @@ def put(pool, tokens, namespace=NAMESPACE):
 
 def tiers_of(pool, tokens, namespace=NAMESPACE):
     lease = pool.acquire(namespace, tokens)
-    CLIENT.check(pool, lease, tokens)
-    pool._residency.unpin(pool._leases.pop(lease.held_id).known)  # released without promotion
+    CLIENT.check(lease, tokens)
+    pool._residency.unpin(pool._holds.leases.pop(lease.held_id).known)  # released without promotion
     return [pool.tier_names[tier] for tier in lease.tiers.tolist()]
 
 
@@ -52,7 +55,7 @@ def test_hits_in_dram_are_promoted_after_the_release():
     assert pool.demote(NAMESPACE, range(16), "gpu") == 4
     with pool.acquire(NAMESPACE, one(range(16))) as lease:
         assert lease.tiers.tolist() == [1] * 4
-        CLIENT.check(pool, lease, range(16))
+        CLIENT.check(lease, range(16))
     assert tiers_of(pool, one(range(16))) == ["gpu"] * 4
     pool.check_invariants()
     pool.close()
@@ -104,10 +107,10 @@ def test_a_lease_taken_during_a_move_keeps_the_source():
     lease = pool.acquire(NAMESPACE, one(range(8)))
     assert lease.tiers.tolist() == [0, 0]
     pool.drain()
-    CLIENT.check(pool, lease, range(8))
+    CLIENT.check(lease, range(8))
     pool.abort(reservation)
     put(pool, range(200, 208))
-    CLIENT.check(pool, lease, range(8))
+    CLIENT.check(lease, range(8))
     pool.release(lease)
     pool.check_invariants()
     pool.close()
@@ -132,7 +135,7 @@ def test_a_read_of_an_evicted_block_stays_right_until_released():
     lease = pool.acquire(NAMESPACE, one(range(8)))
     pool.clear()
     put(pool, range(100, 108))
-    CLIENT.check(pool, lease, range(8))
+    CLIENT.check(lease, range(8))
     assert pool.stats().num_blocks == 4
     pool.release(lease)
     assert pool.stats().num_blocks == 2
@@ -146,7 +149,7 @@ def test_an_expired_lease_protects_nothing_and_says_so():
     lease = pool.acquire(NAMESPACE, one(range(8)))
     clock.advance(4.9)
     put(pool, range(100, 108))
-    CLIENT.check(pool, lease, range(8))
+    CLIENT.check(lease, range(8))
     clock.advance(0.1)
     assert put(pool, range(100, 108)) == 2
     with pytest.raises(LeaseExpiredError):
@@ -172,7 +175,7 @@ def test_leases_of_another_pool_are_refused():
 
 def test_the_number_of_leases_is_bounded():
     pool = small_pool(4)
-    pool._max_leases = 3
+    pool._holds.max_held = 3
     put(pool, range(8))
     leases = [pool.acquire(NAMESPACE, one(range(8))) for _ in range(5)]
     assert [lease.num_blocks for lease in leases] == [2, 2, 2, 0, 0]
@@ -187,7 +190,7 @@ def test_corrupt_blocks_are_found_dropped_and_counted(flip):
     put(pool, tokens)
     lease = pool.acquire(NAMESPACE, one(tokens))
     assert pool.verify(lease) == 4
-    CLIENT.slots(pool, lease)[flip][17] ^= 1
+    CLIENT.slots(lease)[flip][17] ^= 1
     assert pool.verify(lease) == flip
     assert pool.lookup(NAMESPACE, one(tokens)) == 4 * flip
     assert pool.stats().counts["corrupt_blocks",] == 1
@@ -203,7 +206,7 @@ def test_a_block_that_rotted_in_dram_is_not_promoted():
     put(pool, range(16))
     pool.demote(NAMESPACE, range(16), "gpu")
     lease = pool.acquire(NAMESPACE, one(range(16)))
-    CLIENT.slots(pool, lease)[2][5] ^= 0x40
+    CLIENT.slots(lease)[2][5] ^= 0x40
     pool.release(lease)
     assert pool.lookup(NAMESPACE, one(range(16))) == 8
     assert pool.stats().counts["corrupt_blocks",] == 1
@@ -237,11 +240,11 @@ def test_layouts_of_different_size_share_a_pool():
         namespace = (NAMESPACE, LARGE)[int(rng.integers(0, 2))]
         tokens = range(number * 10, number * 10 + int(rng.integers(4, 60)))
         reservation = pool.reserve(namespace, tokens)
-        CLIENT.fill(pool, reservation, tokens)
+        CLIENT.fill(reservation, tokens)
         pool.commit(reservation)
         lease = pool.acquire(namespace, one(tokens))
         assert lease.num_blocks == len(tokens) // 4 - reservation.refused
-        CLIENT.check(pool, lease, tokens)
+        CLIENT.check(lease, tokens)
         pool.release(lease)
         if number % 20 == 0:
             pool.check_invariants()
@@ -290,7 +293,7 @@ def test_the_context_managers_end_on_every_path():
         raise ZeroDivisionError
     assert pool.lookup(NAMESPACE, range(9)) == 0
     with pool.reserve(NAMESPACE, range(8)) as reservation:
-        CLIENT.fill(pool, reservation, range(8))
+        CLIENT.fill(reservation, range(8))
     lease = pool.acquire(NAMESPACE, range(9))
     assert lease.num_blocks == 2
     with pytest.raises(ZeroDivisionError), lease:
@@ -306,7 +309,7 @@ def test_partial_room_is_used_and_counted():
     lease = pool.acquire(NAMESPACE, one(range(8)))
     reservation = pool.reserve(NAMESPACE, range(100, 116))
     assert (reservation.indices.tolist(), reservation.refused) == ([0, 1], 2)
-    CLIENT.fill(pool, reservation, range(100, 116))
+    CLIENT.fill(reservation, range(100, 116))
     assert pool.commit(reservation) == 2
     assert pool.lookup(NAMESPACE, one(range(100, 116))) == 8
     assert pool.stats().counts["refused_blocks",] == 2
@@ -357,7 +360,7 @@ def test_verify_reads_what_the_lease_names_also_after_a_promotion():
     pool.demote(NAMESPACE, range(16), "gpu")
     first, second = (pool.acquire(NAMESPACE, one(range(16))) for _ in range(2))
     pool.release(first)  # promotes: there is a copy in the gpu tier
-    CLIENT.slots(pool, second)[1][3] ^= 1
+    CLIENT.slots(second)[1][3] ^= 1
     assert pool.verify(second) == 1
     assert pool.verify(second) == 1
     assert pool.stats().counts["corrupt_blocks",] == 1
@@ -424,7 +427,7 @@ def test_another_layout_gets_room_without_emptying_the_cache():
     assert before - (pool.stats().num_blocks - 2) <= 20, "about one slab of 10 blocks"
     assert pool.lookup(NAMESPACE, one(hot)) == 80
     lease = pool.acquire(NAMESPACE, one(hot))
-    CLIENT.check(pool, lease, hot)
+    CLIENT.check(lease, hot)
     assert pool.lookup(LARGE, one(range(8))) == 8
     pool.close()
 
@@ -437,10 +440,10 @@ def test_blocks_in_use_are_never_moved_for_another_layout():
     leases = [pool.acquire(NAMESPACE, one(prompt)) for prompt in prompts[::2]]
     for number in range(20):
         reservation = pool.reserve(LARGE, range(number * 50, number * 50 + 12))
-        CLIENT.fill(pool, reservation, range(number * 50, number * 50 + 12))
+        CLIENT.fill(reservation, range(number * 50, number * 50 + 12))
         pool.commit(reservation)
         for lease, prompt in zip(leases, prompts[::2], strict=True):
-            CLIENT.check(pool, lease, prompt)
+            CLIENT.check(lease, prompt)
     pool.check_invariants()
     pool.close()
 
@@ -458,14 +461,14 @@ def test_only_what_is_missing_is_evicted():
 def test_refused_leases_and_reservations_hold_nothing():
     pool = small_pool(8)
     put(pool, range(8))
-    pool._max_leases = 1
+    pool._holds.max_held = 1
     lease = pool.acquire(NAMESPACE, one(range(8)))
     for _ in range(70_000):
         assert pool.reserve(NAMESPACE, range(16)).num_blocks == 0
     assert pool.stats().num_reservations == 0
     pool.check_invariants()
     put(pool, range(100, 132))
-    CLIENT.check(pool, lease, range(8))
+    CLIENT.check(lease, range(8))
     pool.close()
 
 
@@ -548,7 +551,7 @@ def test_a_lease_taken_while_its_block_is_relocated_keeps_its_place():
     for number in range(3):
         put(pool, range(9000 + 100 * number, 9020 + 100 * number), LARGE)
     for lease, prompt in leases:
-        CLIENT.check(pool, lease, list(prompt)[: 4 * lease.num_blocks])
+        CLIENT.check(lease, list(prompt)[: 4 * lease.num_blocks])
         pool.release(lease)
     pool.check_invariants()
     pool.close()
@@ -581,14 +584,14 @@ def test_blocks_born_on_the_device_get_their_checksum_when_they_reach_the_host()
         lease = pool.acquire(NAMESPACE, one(range(16)))
         assert lease.tiers.tolist() == [1] * 4
         assert pool.verify(lease) == 4
-        CLIENT.slots(pool, lease)[3][0] ^= 1
+        CLIENT.slots(lease)[3][0] ^= 1
         assert pool.verify(lease) == 3
         pool.release(lease)
 
 
 def test_reservations_count_against_the_number_of_leases():
     pool = small_pool(8)
-    pool._max_leases = 2
+    pool._holds.max_held = 2
     first = pool.reserve(NAMESPACE, range(4))
     second = pool.reserve(NAMESPACE, range(100, 104))
     assert pool.reserve(NAMESPACE, range(200, 204)).refused == 1
@@ -615,3 +618,378 @@ def test_a_demoted_block_is_known_to_the_policy_of_its_new_tier():
         pool.drain()
     assert pool.lookup(NAMESPACE, one(range(8))) == 0
     pool.close()
+
+
+# -- checksums in the background
+
+
+def count_hashes(monkeypatch):
+    """Return a list that grows by the number of blocks of each batch that is hashed."""
+    hashed = []
+    checksums = kvstore.tiers.moves._checksums
+
+    def counted(blocks):
+        sums = checksums(blocks)
+        hashed.append(len(sums))
+        return sums
+
+    monkeypatch.setattr(kvstore.tiers.moves, "_checksums", counted)
+    return hashed
+
+
+def flip(pool, tokens, block):
+    """Change a byte of a stored block."""
+    with pool.acquire(NAMESPACE, one(tokens)) as lease:
+        CLIENT.slots(lease)[block][17] ^= 1
+
+
+def verified(pool, tokens):
+    with pool.acquire(NAMESPACE, one(tokens)) as lease:
+        return pool.verify(lease)
+
+
+def test_commit_reads_no_bytes_and_the_seal_reads_them_once(monkeypatch):
+    hashed, mover = count_hashes(monkeypatch), ManualMover()
+    pool = small_pool(8, mover=mover)
+    put(pool, range(16))
+    assert hashed == []
+    assert pool.lookup(NAMESPACE, one(range(16))) == 16, "visible at once"
+    assert pool.stats().held_blocks == 0, "what waits for its checksum may be evicted"
+    pool.drain()
+    assert hashed == [4]
+    put(pool, range(100, 116))
+    pool.evict(NAMESPACE, range(100, 116))
+    pool.drain()
+    assert hashed == [4], "what is gone is not read"
+    flip(pool, range(16), 1)
+    assert verified(pool, range(16)) == 1
+    pool.close()
+
+
+def test_what_is_written_through_is_not_hashed_twice(monkeypatch):
+    hashed, mover = count_hashes(monkeypatch), ManualMover()
+    pool = small_pool(2, 8, mover=mover)
+    put(pool, range(16))  # two blocks in the gpu tier, two in dram
+    pool.drain()
+    assert sorted(hashed) == [2, 2]
+    put(pool, range(100, 108))
+    assert len(mover.jobs) == 1, "the move does it"
+    pool.evict(NAMESPACE, range(100, 108))
+    pool.drain()
+    for block in range(4):
+        pool.demote(NAMESPACE, range(16), "gpu")
+        flip(pool, range(16), block)
+        pool.drain()
+        assert verified(pool, range(16)) == block
+        pool.clear()
+        put(pool, range(16))
+        pool.drain()
+    pool.close()
+
+
+def test_blocks_that_the_mover_has_no_time_for_stay_without_checksum():
+    mover = ManualMover(max_waiting=0)
+    pool = small_pool(8, mover=mover)
+    put(pool, range(16))
+    assert pool.stats().counts["unsealed_blocks",] == 4
+    flip(pool, range(16), 1)
+    assert verified(pool, range(16)) == 4, "nothing is known against them"
+    mover._max_waiting = 1
+    put(pool, range(100, 108))
+    pool.drain()
+    assert pool.stats().counts["unsealed_blocks",] == 4
+    flip(pool, range(100, 108), 1)
+    assert verified(pool, range(100, 108)) == 1
+    pool.close()
+
+
+def test_a_seal_that_comes_too_late_says_nothing_about_the_next_block():
+    """The row and the slot are in use again, with other bytes, whose own seal was refused."""
+    mover = ManualMover()
+    pool = small_pool(2, mover=mover)
+    put(pool, range(8))
+    pool.evict(NAMESPACE, range(8))
+    mover._max_waiting = 0
+    put(pool, range(100, 108))
+    pool.drain()
+    assert not pool._residency.table.checksums.any()
+    assert verified(pool, range(100, 108)) == 2
+    mover._max_waiting = 10
+    pool.evict(NAMESPACE, range(100, 108))
+    put(pool, range(200, 208))
+    flip(pool, range(200, 208), 0)  # before it is sealed: nobody can tell
+    pool.drain()
+    assert verified(pool, range(200, 208)) == 2
+    pool.check_invariants()
+    pool.close()
+
+
+def test_bytes_that_change_while_they_are_hashed_by_a_late_seal_are_no_corruption(monkeypatch):
+    """Evicted, and written anew, between the seal's look at the table and its last word."""
+    mover = ManualMover()
+    pool = small_pool(2, mover=mover)
+    put(pool, range(8))
+    checksums = kvstore.residency.checksums
+
+    def interrupted(*arguments):
+        sums = checksums(*arguments)
+        pool.evict(NAMESPACE, range(8))
+        put(pool, range(100, 108))
+        return sums
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kvstore.residency, "checksums", interrupted)
+        mover.run_one()
+    pool.drain()
+    assert verified(pool, range(100, 108)) == 2
+    flip(pool, range(100, 108), 0)
+    assert verified(pool, range(100, 108)) == 0
+    pool.close()
+
+
+def test_a_busy_mover_evicts_nothing_for_a_move_that_it_refuses():
+    mover = ManualMover()
+    pool = small_pool(2, 8, mover=mover)
+    put(pool, range(8))
+    pool.drain()
+    put(pool, range(100, 108))  # takes the gpu tier
+    pool.drain()
+    mover._max_waiting = 0
+    assert pool.prefetch(NAMESPACE, one(range(8))) == 8
+    assert tiers_of(pool, one(range(100, 108))) == ["gpu", "gpu"]
+    mover._max_waiting = 1
+    assert pool.prefetch(NAMESPACE, one(range(8))) == 8
+    pool.drain()
+    assert tiers_of(pool, one(range(8))) == ["gpu", "gpu"]
+    pool.close()
+
+
+# -- pins, and what operators see
+
+
+def press(pool, blocks=100):
+    """Store until everything that may go is gone."""
+    for start in range(10_000, 10_000 + 4 * blocks, 16):
+        put(pool, range(start, start + 16))
+
+
+def test_a_pinned_prefix_stays_until_it_is_unpinned():
+    pool = small_pool(8)
+    put(pool, range(16))
+    assert pool.pin("system prompt", NAMESPACE, range(8)) == 8, "the last token counts too"
+    (pin,) = pool.pins()
+    assert (pin.name, pin.namespace, pin.tokens, pin.num_blocks) == (
+        *("system prompt", NAMESPACE.digest.hex()),
+        *(8, 2),
+    )
+    press(pool)
+    assert pool.lookup(NAMESPACE, one(range(16))) == 8
+    stats = pool.stats()
+    assert (stats.num_pins, stats.held_blocks) == (1, 2)
+    pool.check_invariants()
+    assert pool.unpin("system prompt")
+    assert not pool.unpin("system prompt")
+    press(pool)
+    assert pool.lookup(NAMESPACE, one(range(16))) == 0
+    assert (pool.pins(), pool.stats().num_pins, pool.stats().held_blocks) == ([], 0, 0)
+    pool.close()
+
+
+def test_a_second_pin_of_a_name_replaces_the_first():
+    pool = small_pool(8)
+    put(pool, range(8))
+    put(pool, range(100, 112))
+    assert pool.pin("a", NAMESPACE, range(8)) == 8
+    assert pool.pin("a", NAMESPACE, range(100, 112)) == 12
+    assert [pin.tokens for pin in pool.pins()] == [12]
+    press(pool)
+    assert pool.lookup(NAMESPACE, one(range(8))) == 0
+    assert pool.lookup(NAMESPACE, one(range(100, 112))) == 12
+    assert pool.pin("a", NAMESPACE, range(7000, 7016)) == 0, "nothing is known of it"
+    assert pool.pins() == []
+    press(pool)
+    assert pool.lookup(NAMESPACE, one(range(100, 112))) == 0
+    pool.close()
+
+
+def test_pins_hold_at_most_half_of_the_last_tier():
+    pool = small_pool(4, 8)
+    put(pool, range(16))
+    put(pool, range(100, 116))
+    assert pool.pin("a", NAMESPACE, range(12)) == 12
+    assert pool.pin("the same blocks", NAMESPACE, range(12)) == 12, "they count once"
+    with pytest.raises(UsageError, match=r"20480 bytes, at most 16384 .*dram"):
+        pool.pin("b", NAMESPACE, range(100, 108))
+    with pytest.raises(UsageError):
+        pool.pin("a", NAMESPACE, [0.5])
+    assert [(pin.name, pin.tokens) for pin in pool.pins()] == [("a", 12), ("the same blocks", 12)]
+    assert pool.pin("b", NAMESPACE, range(100, 104)) == 4
+    pool.unpin("the same blocks")
+    assert pool.pin("a", NAMESPACE, range(100, 116)) == 16, "what it replaces does not count"
+    pool.check_invariants()
+    pool.close()
+
+
+def test_names_and_number_of_pins_are_bounded():
+    pool = small_pool(8)
+    put(pool, range(4))
+    for name in ("", "x" * 256):
+        with pytest.raises(UsageError, match="1 to 255"):
+            pool.pin(name, NAMESPACE, range(4))
+    for number in range(MAX_PINS):
+        assert pool.pin(str(number), NAMESPACE, range(4)) == 4
+    with pytest.raises(UsageError, match=str(MAX_PINS)):
+        pool.pin("one more", NAMESPACE, range(4))
+    assert pool.pin("7", NAMESPACE, range(4)) == 4
+    pool.check_invariants()
+    pool.close()
+
+
+@pytest.mark.parametrize("forget", ["evict", "clear", "corrupt"])
+def test_what_is_forgotten_is_pinned_no_more(forget):
+    pool = small_pool(8)
+    put(pool, range(8))
+    put(pool, range(100, 108))
+    pool.pin("a", NAMESPACE, range(8))
+    pool.pin("b", NAMESPACE, range(100, 108))
+    if forget == "evict":
+        pool.evict(NAMESPACE, range(8))
+    elif forget == "clear":
+        pool.clear()
+    else:
+        flip(pool, range(8), 1)
+        assert verified(pool, range(8)) == 1
+        pool.reap()
+    left = {"evict": [("b", 8)], "clear": [], "corrupt": [("a", 4), ("b", 8)]}[forget]
+    stats = pool.stats()
+    assert stats.held_blocks == stats.num_blocks == sum(tokens // 4 for _, tokens in left)
+    assert [(pin.name, pin.tokens) for pin in pool.pins()] == left
+    pool.check_invariants()
+    for name, _ in left:
+        assert pool.unpin(name)
+    assert pool.stats().held_blocks == 0
+    pool.close()
+
+
+def test_reap_ends_the_leases_whose_time_is_over():
+    clock = FakeClock()
+    pool = small_pool(4, clock=clock, lease_timeout_s=5)
+    put(pool, range(8))
+    pool.acquire(NAMESPACE, one(range(8)))
+    clock.advance(3)
+    pool.acquire(NAMESPACE, one(range(4)))
+    clock.advance(2)
+    pool.reap()
+    assert (pool.stats().num_leases, pool.stats().held_blocks) == (1, 1)
+    clock.advance(3)
+    pool.reap()
+    assert (pool.stats().num_leases, pool.stats().held_blocks) == (0, 0)
+    assert pool.stats().counts["expired_leases",] == 2
+    pool.close()
+
+
+def test_leases_reservations_and_namespaces_are_listed():
+    clock = FakeClock()
+    pool = small_pool(8, clock=clock, lease_timeout_s=5)
+    put(pool, range(8))
+    first = pool.acquire(NAMESPACE, one(range(8)))
+    clock.advance(1)
+    second = pool.acquire(NAMESPACE, one(range(4)))
+    reservation = pool.reserve(LARGE, range(4))
+    digest, large = NAMESPACE.digest.hex(), LARGE.digest.hex()
+    assert [
+        (held.id, held.namespace, held.num_blocks, held.kind, held.expires_in_s)
+        for held in pool.leases()
+    ] == [
+        (first.held_id, digest, 2, "lease", 4),
+        (second.held_id, digest, 1, "lease", 5),
+        (reservation.held_id, large, 1, "reservation", None),
+    ]
+    clock.advance(4)
+    assert [held.id for held in pool.leases()] == [second.held_id, reservation.held_id]
+    assert [
+        (space.digest, space.block_tokens, space.block_bytes, space.keys, space.num_blocks)
+        for space in pool.namespaces()
+    ] == [(digest, 4, 256, "tokens", 2), (large, 4, 12288, "tokens", 1)]
+    assert pool.namespace(digest) == NAMESPACE
+    assert pool.namespace(large) == LARGE
+    for stranger in ("", "ab", "no hex", digest[:-2], digest[2:] + "00"):
+        assert pool.namespace(stranger) is None
+    pool.abort(reservation)
+    assert pool.namespace(large) is None
+    pool.close()
+
+
+def test_prefetch_promotes_as_a_release_does_and_counts_as_no_use():
+    mover = ManualMover()
+    pool = small_pool(4, 8, mover=mover)
+    put(pool, range(16))
+    pool.drain()
+    pool.demote(NAMESPACE, range(16), "gpu")
+    before = pool.stats()
+    assert pool.prefetch(NAMESPACE, range(16)) == 12
+    assert len(mover.jobs) == 1
+    pool.prefetch(NAMESPACE, range(16))
+    assert len(mover.jobs) == 1, "one move serves both"
+    after = pool.stats()
+    assert (after.num_leases, after.counts) == (0, before.counts)
+    pool.drain()
+    assert [tier.num_blocks for tier in pool.stats().tiers] == [3, 4]
+    assert tiers_of(pool, one(range(16))) == ["gpu"] * 3 + ["dram"]
+    pool.check_invariants()
+    pool.close()
+
+
+def test_a_prefetched_block_is_known_to_the_policy_of_its_new_tier():
+    """Which may have forgotten the node while nothing of it was there."""
+    pool = small_pool(2, 8)
+    put(pool, range(8))
+    put(pool, range(100, 108))
+    gpu = pool._residency.tiers[0].policy
+    for node in pool._residency.trees[NAMESPACE.digest].walk():
+        if node.blocks[0] == 0:
+            gpu.remove(node)
+    assert pool.prefetch(NAMESPACE, one(range(8))) == 8
+    pool.check_invariants()
+    assert tiers_of(pool, one(range(8))) == ["gpu", "gpu"]
+    for start in range(200, 600, 100):
+        put(pool, range(start, start + 8))
+    assert pool.lookup(NAMESPACE, one(range(500, 508))) == 8
+    assert tiers_of(pool, one(range(500, 508))) == ["gpu", "gpu"], "it can leave again"
+    pool.close()
+
+
+def test_prefetching_does_not_keep_a_block_in_the_pool():
+    pool = small_pool(2, 4)
+    put(pool, range(8))
+    put(pool, range(100, 108))
+    for _ in range(3):
+        pool.prefetch(NAMESPACE, one(range(8)))
+    put(pool, range(200, 204))
+    assert pool.lookup(NAMESPACE, one(range(8))) == 4, "the older one made room, prefetched or not"
+    assert pool.lookup(NAMESPACE, one(range(100, 108))) == 8
+    pool.close()
+
+
+def test_a_closed_pool_has_no_pins():
+    pool = small_pool(8)
+    put(pool, range(8))
+    pool.pin("a", NAMESPACE, range(8))
+    pool.close()
+    assert (pool.pins(), pool.leases(), pool.namespaces()) == ([], [], [])
+    assert pool.stats().held_blocks == 0
+    assert pool.pin("a", NAMESPACE, range(8)) == 0
+    assert pool.prefetch(NAMESPACE, range(9)) == 0
+
+
+def test_a_reservation_of_at_most_so_many_blocks_is_the_head_of_what_is_missing():
+    with small_pool(16) as pool:
+        first = pool.reserve(NAMESPACE, range(8))
+        second = pool.reserve(NAMESPACE, range(32), max_blocks=3)
+        assert (second.indices.tolist(), second.refused) == ([2, 3, 4], 3)
+        third = pool.reserve(NAMESPACE, range(32), max_blocks=0)
+        assert (third.num_blocks, third.refused) == (0, 3)
+        for reservation in (first, second, third):
+            pool.commit(reservation)
+        assert pool.lookup(NAMESPACE, range(33)) == 20
+        pool.check_invariants()

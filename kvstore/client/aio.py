@@ -1,0 +1,314 @@
+"""The asyncio client: what ``kvstore.connect_async`` returns."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from threading import Thread
+from typing import TYPE_CHECKING, Literal, Self, TypeVar
+
+from kvstore.client.core import Answer, Call, Calls, Connection
+from kvstore.client.dial import Deadline, dial
+from kvstore.errors import LeaseExpiredError, UnavailableError
+from kvstore.protocol import Abort, Held, Release, encode
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvstore.client.core import Address, Breaker, Deadlines
+    from kvstore.explain import Explanation
+    from kvstore.lease import Lease, Reservation
+    from kvstore.namespace import Namespace
+    from kvstore.protocol import Hello, Reply
+    from kvstore.stats import DaemonStatus, PoolStats
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class AsyncClient:
+    """A store in a daemon of this host, for one event loop.
+
+    The calls are those of :class:`kvstore.client.blocking.Client`, and so is what happens when the daemon
+    does not answer. Requests are pipelined. ``release`` needs no answer and is an ordinary function, so
+    ``with await client.acquire(...) as lease`` works; a reservation is ended by ``await commit`` or
+    ``await abort``. A call that is cancelled holds nothing afterwards.
+    """
+
+    def __init__(
+        self,
+        address: Address,
+        hello: Hello,
+        *,
+        on_failure: Literal["miss", "raise"],
+        deadlines: Deadlines,
+        breaker: Breaker,
+        clock: Callable[[], float],
+    ) -> None:
+        """Connect at the first call."""
+        self._address, self._hello = address, hello
+        self._on_failure, self._deadlines = on_failure, deadlines
+        self._breaker, self._clock = breaker, clock
+        self._counts: Counter[tuple[str, ...]] = Counter()
+        self._calls = Calls(self, self._counts)
+        self._line: _AsyncLine | None = None
+        self._connecting = asyncio.Lock()
+        self._closed = False
+
+    async def lookup(self, namespace: Namespace, tokens: object) -> int:
+        """Return how many leading tokens a lease would cover."""
+        return await self._run(self._calls.lookup(namespace, tokens))
+
+    async def prefetch(self, namespace: Namespace, tokens: object) -> int:
+        """Have the known prefix brought up to the arena; return its tokens."""
+        return await self._run(self._calls.prefetch(namespace, tokens))
+
+    async def acquire(self, namespace: Namespace, tokens: object) -> Lease:
+        """Lease the known leading blocks."""
+        return await self._run(self._calls.acquire(namespace, tokens))
+
+    async def verify(self, lease: Lease) -> int:
+        """Return how many leading blocks of ``lease`` match the checksums of their writers."""
+        call = self._calls.verify(lease)
+        return 0 if call is None else await self._run(call)
+
+    def release(self, lease: Lease) -> None:
+        """End ``lease``.
+
+        Raises:
+            LeaseExpiredError: it ran out, or its connection ended: throw away what was read.
+            LeaseNotHeldError: it was released before, or is not of this client.
+        """
+        found = self._calls.release(lease)
+        if found is None:
+            return
+        connection, frame = found
+        line = self._line
+        if line is None or line.connection is not connection or not line.write(frame):
+            raise LeaseExpiredError(
+                "the lease ended with its connection: what was read may be wrong"
+            )
+        if self._clock() >= lease.expires_at:
+            self._counts["expired_leases",] += 1
+            raise LeaseExpiredError(
+                "the lease ran out before it was released: what was read may be wrong"
+            )
+
+    async def reserve(self, namespace: Namespace, tokens: object) -> Reservation:
+        """Get slots for the blocks that no one holds or writes yet."""
+        return await self._run(self._calls.reserve(namespace, tokens))
+
+    async def commit(self, reservation: Reservation) -> int:
+        """Make the written blocks visible; return how many became so."""
+        call = self._calls.commit(reservation)
+        return 0 if call is None else await self._run(call)
+
+    async def abort(self, reservation: Reservation) -> None:
+        """Give the slots back."""
+        call = self._calls.abort(reservation)
+        if call is not None:
+            await self._run(call)
+
+    async def explain(self, namespace: Namespace, tokens: object) -> Explanation:
+        """Say why tokens hit or miss."""
+        return await self._run(self._calls.explain(namespace, tokens))
+
+    async def evict(self, namespace: Namespace, tokens: object) -> int:
+        """Forget a prefix and what follows it; return the number of blocks matched."""
+        return await self._run(self._calls.evict(namespace, tokens))
+
+    async def clear(self) -> None:
+        """Forget every block of every namespace, of all clients."""
+        await self._run(self._calls.clear())
+
+    async def drain(self) -> None:
+        """Wait for the moves between tiers that have begun."""
+        await self._run(self._calls.drain())
+
+    async def status(self) -> DaemonStatus:
+        """Return what the daemon tells about itself."""
+        return await self._run(self._calls.status())
+
+    async def stats(self) -> PoolStats:
+        """Return the sizes and counters of the daemon's pool."""
+        return (await self.status()).pool
+
+    def counters(self) -> Counter[tuple[str, ...]]:
+        """Return this client's own counters, by the names of ``CLIENT_COUNTERS``."""
+        return Counter(self._counts)
+
+    async def close(self) -> None:
+        """End the connection and what is held on it; from here on everything misses."""
+        self._closed = True
+        if self._line is not None:
+            self._lose(self._line, UnavailableError("closed", "the client was closed"))
+            await self._line.join()
+
+    async def __aenter__(self) -> Self:
+        """Return the client itself."""
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Close."""
+        await self.close()
+
+    # -- inner ----------------------------------------------------------------------------------
+
+    async def _run(self, call: Call[T]) -> T:
+        """Make ``call``: the one place where a daemon that fails becomes a counted miss."""
+        self._counts["calls", call.name] += 1
+        try:
+            return await self._ask(call)
+        except UnavailableError as error:
+            self._counts["failures", call.name, error.reason] += 1
+            if call.missing is None or self._on_failure == "raise":
+                raise
+            return call.missing(error.reason)
+
+    async def _ask(self, call: Call[T]) -> T:
+        seconds = max(self._deadlines(call.num_tokens), call.least_s)
+        deadline = Deadline(self._clock() + seconds, self._clock)
+        if call.connection is not None and call.connection.failure is not None:
+            raise call.connection.failure  # without connecting anew in vain
+        line = await self._connected(deadline)
+        if call.connection not in (None, line.connection):
+            raise UnavailableError("lost", "the connection on which it was held has ended")
+        asked_at = self._clock()
+        try:
+            reply = await line.exchange(call, deadline)
+        except UnavailableError as error:
+            self._lose(line, error)
+            raise
+        self._breaker.succeeded()
+        return call.read(Answer(line.connection, reply, asked_at))
+
+    async def _connected(self, deadline: Deadline) -> _AsyncLine:
+        async with self._connecting:
+            if self._line is not None and self._line.connection.failure is None:
+                return self._line
+            if self._closed:
+                raise UnavailableError("closed", "the client was closed")
+            self._breaker.check()
+            if self._line is not None:
+                await self._line.join()  # memory of a restarted daemon is not needed twice
+            try:
+                peer, connection = await asyncio.to_thread(
+                    dial, self._address, self._hello, deadline
+                )
+            except UnavailableError as error:
+                self._breaker.failed(error)
+                raise
+            self._counts["connects",] += 1
+            line = self._line = _AsyncLine(connection, self._lose)
+            loop = asyncio.get_running_loop()
+            await loop.create_connection(lambda: line, sock=peer)
+            return line
+
+    def _lose(self, line: _AsyncLine, failure: UnavailableError) -> None:
+        if line.end(failure) and failure.reason != "closed":
+            self._breaker.failed(failure)
+            logger.warning("lost %s, going on without: %s", self._address, failure)
+
+
+class _AsyncLine(asyncio.BufferedProtocol):
+    """A connection and its transport."""
+
+    def __init__(
+        self, connection: Connection, lose: Callable[[_AsyncLine, UnavailableError], None]
+    ) -> None:
+        self.connection = connection
+        self._lose = lose
+        self._transport: asyncio.Transport | None = None
+        self._closed = asyncio.Event()
+        self._prefault = Thread(target=self._provide, name="kvstore-client", daemon=True)
+        self._prefault.start()
+
+    async def exchange(self, call: Call[T], deadline: Deadline) -> Reply:
+        """Send the request of ``call`` and return its answer.
+
+        Raises:
+            UnavailableError: no answer came within the deadline, or the connection ended.
+        """
+        future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+
+        def deliver(answer: Reply | UnavailableError) -> None:
+            if future.done():
+                self._give_back(call.name, answer)
+            elif isinstance(answer, UnavailableError):
+                future.set_exception(answer)
+            else:
+                future.set_result(answer)
+
+        self.write(self.connection.begin(call.request, deliver))
+        try:
+            async with asyncio.timeout(deadline.left_s()):
+                return await future
+        except TimeoutError:
+            raise UnavailableError(
+                "timeout", "the daemon did not answer within the deadline"
+            ) from None
+
+    def write(self, frame: bytes) -> bool:
+        """Send ``frame``; say whether the connection still stands."""
+        if self.connection.failure is not None or self._transport is None:
+            return False
+        self._transport.write(frame)
+        return self.connection.failure is None and not self._transport.is_closing()
+
+    def end(self, failure: UnavailableError) -> bool:
+        """Drop the mapping and hang up. Returns False when that was done before."""
+        if not self.connection.lose(failure):
+            return False
+        if self._transport is not None:
+            self._transport.abort()
+        return True
+
+    async def join(self) -> None:
+        """Wait until the socket is closed."""
+        await self._closed.wait()
+        await asyncio.to_thread(self._prefault.join)
+
+    # -- asyncio.BufferedProtocol -----------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Keep the transport."""
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002
+        """Receive into the reader."""
+        return self.connection.reader.buffer()
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """Deliver what is complete."""
+        try:
+            self.connection.received(nbytes)
+        except UnavailableError as error:
+            self._lose(self, error)
+
+    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
+        """Note the end."""
+        self._lose(self, UnavailableError("lost", "the daemon is gone"))
+        self._closed.set()
+
+    # -- inner ----------------------------------------------------------------------------------
+
+    def _give_back(self, name: str, answer: Reply | UnavailableError) -> None:
+        """End what a cancelled call would have held."""
+        if isinstance(answer, Held) and answer.held:
+            if name == "acquire":
+                self.write(encode(Release(answer.held)))
+            else:
+                held = answer.held
+                self.write(
+                    self.connection.begin(lambda number: Abort(number, held), lambda _: None)
+                )
+
+    def _provide(self) -> None:
+        try:
+            self.connection.mapping.prefault()
+            self.connection.mapping.pin()
+        except (OSError, RuntimeError):  # copies are slower at first
+            logger.debug("the mapping could not be prepared", exc_info=True)

@@ -1,0 +1,425 @@
+"""The blocking client: what ``kvstore.connect`` returns."""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import socket
+import threading
+import weakref
+from collections import Counter
+from contextlib import suppress
+from typing import TYPE_CHECKING, Literal, TypeVar
+
+from kvstore.client.core import Answer, Call, Calls, Connection
+from kvstore.client.dial import Deadline, dial
+from kvstore.errors import LeaseExpiredError, UnavailableError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvstore.client.core import Address, Breaker, Deadlines
+    from kvstore.explain import Explanation
+    from kvstore.lease import Lease, Reservation
+    from kvstore.namespace import Namespace
+    from kvstore.protocol import Hello, Message, Reply
+    from kvstore.stats import DaemonStatus, PoolStats
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+DEFAULT_BLOCK_TOKENS = 16
+DEFAULT_TIER = "dram"
+
+
+class Client:
+    """A store in a daemon of this host: :class:`kvstore.interface.KVStore`.
+
+    The calls are those of :class:`kvstore.pool.Pool`. In addition every call has a deadline, and when
+    the daemon does not answer, the call returns what stands for a miss (an empty lease or
+    reservation, 0 tokens, 0 blocks) and counts why in :meth:`counters`; with ``on_failure="raise"``,
+    and for administration (``evict``, ``clear``, ``drain``, ``stats``, ``status``), it raises
+    :class:`kvstore.errors.UnavailableError`. A daemon that is down is looked for again at later calls,
+    with back-off; what was held when a connection ended is void.
+
+    *Threads.* All calls may be made from any thread; they share one connection, and one of the
+    threads that wait receives for all.
+
+    *Processes.* After ``fork`` the child starts anew, with a connection of its own: what the parent
+    holds is not the child's.
+    """
+
+    def __init__(
+        self,
+        address: Address,
+        hello: Hello,
+        *,
+        on_failure: Literal["miss", "raise"],
+        deadlines: Deadlines,
+        breaker: Breaker,
+        clock: Callable[[], float],
+    ) -> None:
+        """Connect if the daemon is there; if it is not, that is counted and nothing else."""
+        self._address, self._hello = address, hello
+        self._on_failure, self._deadlines = on_failure, deadlines
+        self._breaker, self._clock = breaker, clock
+        self._counts: Counter[tuple[str, ...]] = Counter()
+        self._calls = Calls(self, self._counts)
+        self._line: _Line | None = None
+        self._connecting = threading.Lock()
+        self._closed = False
+        self.block_tokens = DEFAULT_BLOCK_TOKENS
+        self.tier_names: tuple[str, ...] = (DEFAULT_TIER,)
+        _CLIENTS.add(self)
+        try:
+            welcome = self._connected(self._deadline(0)).connection.welcome
+        except UnavailableError as error:
+            self._failed("connect", error)
+        else:
+            self.block_tokens, self.tier_names = welcome.block_tokens, (welcome.tier,)
+
+    # -- the store ------------------------------------------------------------------------------
+
+    def lookup(self, namespace: Namespace, tokens: object) -> int:
+        """Return how many leading tokens a lease would cover."""
+        return self._run(self._calls.lookup(namespace, tokens))
+
+    def prefetch(self, namespace: Namespace, tokens: object) -> int:
+        """Have the known prefix brought up to the arena; return its tokens."""
+        return self._run(self._calls.prefetch(namespace, tokens))
+
+    def acquire(self, namespace: Namespace, tokens: object) -> Lease:
+        """Lease the known leading blocks."""
+        return self._run(self._calls.acquire(namespace, tokens))
+
+    def verify(self, lease: Lease) -> int:
+        """Return how many leading blocks of ``lease`` match the checksums of their writers."""
+        call = self._calls.verify(lease)
+        return 0 if call is None else self._run(call)
+
+    def release(self, lease: Lease) -> None:
+        """End ``lease``.
+
+        Raises:
+            LeaseExpiredError: it ran out, or its connection ended: throw away what was read.
+            LeaseNotHeldError: it was released before, or is not of this client.
+        """
+        found = self._calls.release(lease)
+        if found is None:
+            return
+        try:
+            self._tell(*found, lease.namespace)
+        except UnavailableError as error:
+            self._failed("release", error)
+            raise LeaseExpiredError(
+                f"the lease ended with its connection ({error}): what was read may be wrong"
+            ) from None
+        if self._clock() >= lease.expires_at:
+            self._counts["expired_leases",] += 1
+            raise LeaseExpiredError(
+                "the lease ran out before it was released: what was read may be wrong"
+            )
+
+    def reserve(self, namespace: Namespace, tokens: object) -> Reservation:
+        """Get slots for the blocks that no one holds or writes yet."""
+        return self._run(self._calls.reserve(namespace, tokens))
+
+    def commit(self, reservation: Reservation) -> int:
+        """Make the written blocks visible; return how many became so."""
+        call = self._calls.commit(reservation)
+        return 0 if call is None else self._run(call)
+
+    def abort(self, reservation: Reservation) -> None:
+        """Give the slots back."""
+        call = self._calls.abort(reservation)
+        if call is not None:
+            self._run(call)
+
+    # -- administration -------------------------------------------------------------------------
+
+    def explain(self, namespace: Namespace, tokens: object) -> Explanation:
+        """Say why tokens hit or miss."""
+        return self._run(self._calls.explain(namespace, tokens))
+
+    def explain_all(self, tokens: object, digest: str | None = None) -> dict[str, Explanation]:
+        """Say it for every namespace that has blocks, or for the one named by ``digest`` (hex)."""
+        return self._run(self._calls.explain_all(tokens, digest))
+
+    def evict(self, namespace: Namespace, tokens: object) -> int:
+        """Forget a prefix and what follows it; return the number of blocks matched."""
+        return self._run(self._calls.evict(namespace, tokens))
+
+    def clear(self) -> None:
+        """Forget every block of every namespace, of all clients."""
+        self._run(self._calls.clear())
+
+    def drain(self) -> None:
+        """Wait for the moves between tiers that have begun."""
+        self._run(self._calls.drain())
+
+    def status(self) -> DaemonStatus:
+        """Return what the daemon tells about itself."""
+        return self._run(self._calls.status())
+
+    def stats(self) -> PoolStats:
+        """Return the sizes and counters of the daemon's pool."""
+        return self.status().pool
+
+    def counters(self) -> Counter[tuple[str, ...]]:
+        """Return this client's own counters, by the names of ``CLIENT_COUNTERS``."""
+        return Counter(self._counts)
+
+    def close(self) -> None:
+        """End the connection and what is held on it; from here on everything misses."""
+        self._closed = True
+        line = self._line
+        if line is not None:
+            self._lose(line, UnavailableError("closed", "the client was closed"))
+            line.join()
+
+    def __enter__(self) -> Client:
+        """Return the client itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close."""
+        self.close()
+
+    # -- inner ----------------------------------------------------------------------------------
+
+    def _run(self, call: Call[T]) -> T:
+        """Make ``call``: the one place where a daemon that fails becomes a counted miss."""
+        self._counts["calls", call.name] += 1
+        try:
+            return self._ask(call)
+        except UnavailableError as error:
+            self._failed(call.name, error)
+            if call.missing is None or self._on_failure == "raise":
+                raise
+            return call.missing(error.reason)
+
+    def _ask(self, call: Call[T]) -> T:
+        deadline = self._deadline(call.num_tokens, call.least_s)
+        if call.connection is not None and call.connection.failure is not None:
+            raise call.connection.failure  # without connecting anew in vain
+        line = self._connected(deadline)
+        if call.connection not in (None, line.connection):
+            raise UnavailableError("lost", "the connection on which it was held has ended")
+        asked_at = self._clock()
+        try:
+            reply = line.exchange(call.request, deadline)
+        except UnavailableError as error:
+            self._lose(line, error)
+            raise
+        except BaseException:  # interrupted: nobody would end what the answer holds
+            self._lose(line, UnavailableError("interrupted", "the caller was interrupted"))
+            raise
+        self._breaker.succeeded()
+        return call.read(Answer(line.connection, reply, asked_at))
+
+    def _tell(self, connection: Connection, frame: bytes, namespace: Namespace) -> None:
+        """Send ``frame`` on ``connection``, which must be there until now."""
+        line = self._line
+        if line is None or line.connection is not connection:
+            raise UnavailableError("lost", "the connection on which it was held has ended")
+        deadline = self._deadline(0)
+        try:
+            if self._address.path is None:  # on TCP, sending does not tell that the peer is there
+                line.exchange(self._calls.lookup(namespace, b"").request, deadline)
+            line.send(frame, deadline)
+        except UnavailableError as error:
+            self._lose(line, error)
+            raise
+
+    def _deadline(self, num_tokens: int, least_s: float = 0.0) -> Deadline:
+        return Deadline(self._clock() + max(self._deadlines(num_tokens), least_s), self._clock)
+
+    def _connected(self, deadline: Deadline) -> _Line:
+        """Return the line to the daemon, connecting if there is none and the breaker allows it."""
+        line = self._line
+        if line is not None and line.connection.failure is None:
+            return line
+        if not self._connecting.acquire(timeout=deadline.left_s()):
+            raise UnavailableError("timeout", "another thread is still connecting")
+        try:
+            if self._line is not None and self._line.connection.failure is None:
+                return self._line
+            if self._closed:
+                raise UnavailableError("closed", "the client was closed")
+            self._breaker.check()
+            return self._connect(deadline)
+        finally:
+            self._connecting.release()
+
+    def _connect(self, deadline: Deadline) -> _Line:
+        if self._line is not None:
+            self._line.join()  # memory of a restarted daemon is not needed twice
+            self._line = None
+        try:
+            peer, connection = dial(self._address, self._hello, deadline)
+        except UnavailableError as error:
+            self._breaker.failed(error)
+            raise
+        logger.info("connected to node %s at %s", connection.welcome.node, self._address)
+        self._counts["connects",] += 1
+        line = self._line = _Line(peer, connection, self._lose)
+        return line
+
+    def _lose(self, line: _Line, failure: UnavailableError) -> None:
+        """End ``line``, once; the next call connects anew, when the breaker allows it."""
+        if line.end(failure) and failure.reason != "closed":
+            self._breaker.failed(failure)
+            logger.warning("lost %s, going on without: %s", self._address, failure)
+
+    def _failed(self, what: str, error: UnavailableError) -> None:
+        self._counts["failures", what, error.reason] += 1
+
+    def _forked(self) -> None:
+        """Start anew in the child of a fork: no thread of the parent goes on here."""
+        line, self._line = self._line, None
+        self._connecting = threading.Lock()
+        self._calls = self._calls.successor()
+        if line is not None:
+            line.abandon()
+
+
+class _Line:
+    """A connection and its socket, shared by threads."""
+
+    def __init__(
+        self,
+        peer: socket.socket,
+        connection: Connection,
+        lose: Callable[[_Line, UnavailableError], None],
+    ) -> None:
+        """Take over both, and watch for the end."""
+        self.connection = connection
+        self._peer, self._lose = peer, lose
+        self._sending = threading.Lock()
+        self._changed = threading.Condition()
+        self._has_receiver = False
+        self._writable, self._readable = select.poll(), select.poll()
+        self._writable.register(peer, select.POLLOUT)
+        self._readable.register(peer, select.POLLIN)
+        self._watcher = threading.Thread(target=self._watch, name="kvstore-client", daemon=True)
+        self._watcher.start()
+
+    def exchange(self, request: Callable[[int], Message], deadline: Deadline) -> Reply:
+        """Send a request and return its answer.
+
+        Raises:
+            UnavailableError: no answer came within the deadline, or the connection ended.
+        """
+        got: list[Reply | UnavailableError] = []
+        frame = self.connection.begin(request, got.append)
+        self.send(frame, deadline)
+        self._wait(got, deadline)
+        answer = got[0]
+        if isinstance(answer, UnavailableError):
+            raise answer
+        return answer
+
+    def send(self, frame: bytes, deadline: Deadline) -> None:
+        """Send a whole frame. After an exception a part may have been sent: the line is of no use."""
+        if not self._sending.acquire(timeout=deadline.left_s()):
+            raise UnavailableError("timeout", "another thread is still sending")
+        try:
+            rest = memoryview(frame)
+            while rest:
+                try:
+                    rest = rest[self._peer.send(rest) :]
+                except BlockingIOError:
+                    self._writable.poll(_milliseconds(deadline))
+        except OSError as error:
+            raise UnavailableError("lost", f"the daemon ended the connection: {error}") from None
+        finally:
+            self._sending.release()
+
+    def end(self, failure: UnavailableError) -> bool:
+        """Drop the mapping, wake all who wait, hang up. Returns False when that was done before."""
+        if not self.connection.lose(failure):
+            return False
+        with suppress(OSError):  # the daemon may have hung up
+            self._peer.shutdown(socket.SHUT_RDWR)  # threads in poll wake up; the watcher closes
+        with self._changed:
+            self._changed.notify_all()
+        return True
+
+    def join(self) -> None:
+        """Wait until the socket of an ended line is closed."""
+        if threading.current_thread() is not self._watcher:
+            self._watcher.join()
+
+    def abandon(self) -> None:
+        """In the child of a fork: close this process's copies without a word to the daemon."""
+        with suppress(OSError):
+            os.close(self._peer.detach())
+        self.connection.mapping.forked()
+
+    def _wait(self, got: list[Reply | UnavailableError], deadline: Deadline) -> None:
+        """Wait until ``got`` has an item: receive, or let the thread that does deliver it."""
+        with self._changed:
+            while not got and self._has_receiver:
+                self._changed.wait(deadline.left_s())
+            if got:
+                return
+            self._has_receiver = True
+        try:
+            while not got:
+                self._receive(deadline)
+        finally:
+            with self._changed:
+                self._has_receiver = False
+                self._changed.notify_all()
+
+    def _receive(self, deadline: Deadline) -> None:
+        """Receive what is there, and deliver what is complete."""
+        try:
+            number = self._peer.recv_into(self.connection.reader.buffer())
+        except BlockingIOError:
+            if not self._readable.poll(_milliseconds(deadline)):
+                deadline.left_s()
+            return
+        except OSError as error:
+            raise UnavailableError("lost", f"the daemon ended the connection: {error}") from None
+        if number == 0:
+            raise self.connection.failure or UnavailableError("lost", "the daemon is gone")
+        self.connection.received(number)
+        with self._changed:
+            self._changed.notify_all()
+
+    def _watch(self) -> None:
+        """Provide the mapping's pages, then wait for the end: also an idle client must let go.
+
+        A restarted daemon takes as much memory again; that of the old one is free when the last
+        client has dropped its mapping.
+        """
+        with suppress(OSError, RuntimeError):  # without it, copies are slower at first
+            self.connection.mapping.prefault()
+            self.connection.mapping.pin()
+        hung_up = select.poll()
+        hung_up.register(self._peer, select.POLLRDHUP)
+        while not hung_up.poll():
+            pass
+        self._lose(self, UnavailableError("lost", "the daemon is gone"))
+        with self._sending:
+            self._peer.close()
+
+
+def _milliseconds(deadline: Deadline) -> int:
+    """Time left, rounded up, for ``poll``. Raises :class:`UnavailableError` when there is none."""
+    return int(deadline.left_s() * 1000) + 1
+
+
+_CLIENTS: weakref.WeakSet[Client] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for client in list(_CLIENTS):
+        client._forked()  # noqa: SLF001 - of this module
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
