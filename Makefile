@@ -18,7 +18,7 @@ say = @echo "==> $(1)" >&2
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: $(VENV)/.run $(VENV)/.model  ## Set up, then show what a hit saves (ARGS="--help")
+demo: $(VENV)/.run $(VENV)/.model  ## Set up, then show what a hit saves (ARGS="--daemon")
 	@$(BIN)/kvstore demo $(ARGS)
 
 test: setup  ## Run every test that needs no GPU (ARGS="-k tree")

@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 BLOCK_TOKENS = 16
-BATCH_BYTES = 64 << 20
+BATCH_BYTES = 128 << 20
 """What one load or store moves: the KV of one prompt."""
-POOL_BATCHES = 12
+POOL_BATCHES = 6
 DRAM_BYTES = (POOL_BATCHES + 2) * BATCH_BYTES
 LAYERS = {"256k": (8, 4, 128), "1m": (16, 8, 128), "2m": (32, 8, 128)}
 """Layers, KV heads and head dimension of a bfloat16 block of 16 tokens."""

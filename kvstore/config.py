@@ -104,6 +104,8 @@ class Settings(BaseModel):
     """Connections held at once; more are refused."""
     max_session_bytes: ByteSize = Field(ByteSize(0), ge=0)
     """Bytes that one client may have reserved and not committed; 0 for half of dram."""
+    busy_poll_us: int = Field(100, ge=0, le=100_000)
+    """Microseconds for which the daemon looks for the next request before it sleeps; 0 for none."""
     drain_timeout_s: float = Field(5.0, ge=0, le=DAY_S)
     """Seconds that clients get to finish when the daemon is told to stop."""
 

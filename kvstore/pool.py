@@ -329,6 +329,11 @@ class Pool(Upkeep):
 
     def _check_fits(self, namespace: Namespace, num_blocks: int) -> None:
         size = slot_bytes(namespace.layout.block_bytes)
+        if namespace.key_bytes > size:
+            raise UsageError(
+                f"blocks of {namespace.layout.block_bytes} bytes under keys of {namespace.key_bytes}: the "
+                "index would be larger than the tiers; use fewer tokens a block"
+            )
         room = max(tier.arena.capacity_slots(size) for tier in self._residency.tiers)
         if num_blocks > room:
             with self._lock:

@@ -51,6 +51,8 @@ def _from_array(ids: np.ndarray) -> bytes:
         return b""
     if ids.dtype.kind not in "iu":
         raise TokenError(f"token ids must be of an integer dtype, got {ids.dtype}")
+    if ids.dtype == np.int32 and int(ids.view(np.uint32).max()) <= INT32_MAX:
+        return ids.astype("<i4", copy=False).tobytes()  # one pass: what is negative is large
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or high > INT32_MAX:
         raise TokenError(f"token id {low if low < 0 else high} is outside 0 .. {INT32_MAX}")

@@ -47,6 +47,22 @@ def run(*command: str, cwd: str) -> str:
     return done.stdout
 
 
+def check_daemon(directory: str) -> None:
+    """The installed ``kvstore serve`` serves, and stops when it is told to."""
+    path = Path(directory, "kvstore.sock")
+    script = Path(sys.executable).with_name("kvstore")
+    command = [str(script), "serve", "--socket", str(path), "--dram", "16MiB", "--admin-port", "0"]
+    with subprocess.Popen(command, cwd=directory, stderr=subprocess.PIPE, text=True) as daemon:
+        assert daemon.stderr is not None
+        ready = next((line for line in daemon.stderr if line.startswith("ready ")), "")
+        assert ready.startswith(f"ready unix://{path} node="), ready
+        status = json.loads(run("status", "--socket", str(path), "--output", "json", cwd=directory))
+        assert status["state"] == "ready", status
+        daemon.terminate()
+        daemon.communicate(timeout=20)
+    assert daemon.returncode == 0, daemon.returncode
+
+
 def main(wheel: Path) -> None:
     """Check the contents, the imports, and the commands from a directory of no importance."""
     check_contents(wheel)
@@ -55,6 +71,7 @@ def main(wheel: Path) -> None:
         print(run("version", cwd=elsewhere), end="")
         print(run("doctor", cwd=elsewhere), end="")
         report = json.loads(run("doctor", "--output", "json", cwd=elsewhere))
+        check_daemon(elsewhere)
     details = {check["check"]: check["detail"] for check in report["checks"]}
     assert "pip install 'kvstore-llm[transformers]'" in details["torch"], details
     print(f"{wheel.name}: contents, imports and commands are right")

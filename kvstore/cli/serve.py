@@ -18,7 +18,7 @@ from kvstore import __version__
 from kvstore.assembly import build_shared
 from kvstore.config import load_with_origins, redacted
 from kvstore.daemon.handshake import Terms
-from kvstore.daemon.lifecycle import SocketPlace, run
+from kvstore.daemon.lifecycle import BusyPoll, SocketPlace, run
 from kvstore.daemon.server import Server
 from kvstore.errors import ConfigError
 from kvstore.metrics import register_daemon
@@ -68,6 +68,7 @@ def serve(config: Path | None, **flags: str | float | None) -> None:
         stack.callback(daemon.close)
         daemon.start()
         run(
+            BusyPoll(settings.busy_poll_us * 1e-6, time.monotonic),  # noqa: TID251
             daemon.make_server,
             lambda: _listeners(place, settings),
             daemon.announce,

@@ -6,6 +6,7 @@ import logging
 import os
 import select
 import socket
+import struct
 import threading
 import weakref
 from collections import Counter
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+RECEIVE_S = 0.05
+"""Longest that one receiving system call waits; a deadline may pass meanwhile by no more."""
 
 DEFAULT_BLOCK_TOKENS = 16
 DEFAULT_TIER = "dram"
@@ -61,7 +65,7 @@ class Client:
         breaker: Breaker,
         clock: Callable[[], float],
     ) -> None:
-        """Connect if the daemon is there; if it is not, that is counted and nothing else."""
+        """Connect if the daemon is there; if it is not, that is counted (or raised)."""
         self._address, self._hello = address, hello
         self._on_failure, self._deadlines = on_failure, deadlines
         self._breaker, self._clock = breaker, clock
@@ -77,6 +81,8 @@ class Client:
             welcome = self._connected(self._deadline(0)).connection.welcome
         except UnavailableError as error:
             self._failed("connect", error)
+            if on_failure == "raise":
+                raise
         else:
             self.block_tokens, self.tier_names = welcome.block_tokens, (welcome.tier,)
 
@@ -303,6 +309,8 @@ class _Line:
         self._writable, self._readable = select.poll(), select.poll()
         self._writable.register(peer, select.POLLOUT)
         self._readable.register(peer, select.POLLIN)
+        peer.setblocking(True)  # noqa: FBT003 - one system call where poll and receive are two
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(RECEIVE_S))
         self._watcher = threading.Thread(target=self._watch, name="kvstore-client", daemon=True)
         self._watcher.start()
 
@@ -329,7 +337,7 @@ class _Line:
             rest = memoryview(frame)
             while rest:
                 try:
-                    rest = rest[self._peer.send(rest) :]
+                    rest = rest[self._peer.send(rest, socket.MSG_DONTWAIT) :]
                 except BlockingIOError:
                     self._writable.poll(_milliseconds(deadline))
         except OSError as error:
@@ -376,11 +384,11 @@ class _Line:
 
     def _receive(self, deadline: Deadline) -> None:
         """Receive what is there, and deliver what is complete."""
+        if deadline.left_s() < RECEIVE_S and not self._readable.poll(_milliseconds(deadline)):
+            return
         try:
             number = self._peer.recv_into(self.connection.reader.buffer())
         except BlockingIOError:
-            if not self._readable.poll(_milliseconds(deadline)):
-                deadline.left_s()
             return
         except OSError as error:
             raise UnavailableError("lost", f"the daemon ended the connection: {error}") from None
@@ -406,6 +414,10 @@ class _Line:
         self._lose(self, UnavailableError("lost", "the daemon is gone"))
         with self._sending:
             self._peer.close()
+
+
+def _timeval(seconds: float) -> bytes:
+    return struct.pack("ll", 0, int(seconds * 1e6))
 
 
 def _milliseconds(deadline: Deadline) -> int:

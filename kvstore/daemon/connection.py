@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 TURN_FRAMES = 16
 TURN_S = 1e-3
 """A turn of one client ends after so many frames, or so long."""
-MAX_WORKS = 16
+MAX_WORKS = 4
 """Requests of one client that may wait for the worker thread."""
 WRITE_BUFFER_BYTES = 1 << 20
 """Answers that may wait for a client before it counts as slow."""

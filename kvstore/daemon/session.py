@@ -242,9 +242,11 @@ class Session:
         return ExplainedAll(request.id, explanations)
 
     def _evict(self, request: protocol.Evict) -> Answer:
+        self._check_may_write()
         return Number(request.id, self._pool.evict(namespace_of(request.namespace), request.key))
 
     def _clear(self, request: protocol.Clear) -> Answer:
+        self._check_may_write()
         self._pool.clear()
         return Number(request.id, 0)
 

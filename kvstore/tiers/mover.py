@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
+import threading
 from abc import ABC, abstractmethod
 from concurrent.futures import ThreadPoolExecutor
-from threading import Condition
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -56,8 +58,17 @@ class InlineMover(Mover):
         """Nothing to stop."""
 
 
+NICENESS = 10
+
+
+def _give_way() -> None:
+    """Lower the priority of the calling thread (Linux has one for each)."""
+    with suppress(OSError, AttributeError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+
+
 class ThreadMover(Mover):
-    """One background thread with a bounded queue."""
+    """One background thread with a bounded queue; where cores are scarce, it gives way to all others."""
 
     def __init__(self, max_waiting: int) -> None:
         """Start with an idle thread.
@@ -65,11 +76,11 @@ class ThreadMover(Mover):
         Args:
             max_waiting: jobs that may wait; more are refused.
         """
-        self._executor = ThreadPoolExecutor(1, "kvstore-mover")
+        self._executor = ThreadPoolExecutor(1, "kvstore-mover", _give_way)
         self._max_waiting = max_waiting
         self._waiting = 0
         self._closed = False
-        self._changed = Condition()
+        self._changed = threading.Condition()
 
     def has_room(self) -> bool:
         """Whether the queue is open and not full."""

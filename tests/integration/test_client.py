@@ -131,9 +131,8 @@ class TestADaemonThatIsNotThere:
                 store.stats()
 
     def test_on_failure_raise_says_what_to_do(self, path):
-        store = kvstore.connect(f"unix://{path}", on_failure="raise")
-        with store, pytest.raises(UnavailableError, match=r"no daemon at .*kvstore serve"):
-            store.lookup(NAMESPACE, range(9))
+        with pytest.raises(UnavailableError, match=r"no daemon at .*kvstore serve"):
+            kvstore.connect(f"unix://{path}", on_failure="raise")
 
     def test_it_is_not_asked_at_every_call(self, path):
         with kvstore.connect(f"unix://{path}") as store:
@@ -289,8 +288,11 @@ class TestReadOnly:
         ):
             put(writer, range(17))
             assert hit(reader, range(17)) == 16
+            for call in (reader.reserve, reader.evict):
+                with pytest.raises(UsageError, match="reading"):
+                    call(NAMESPACE, range(100, 117))
             with pytest.raises(UsageError, match="reading"):
-                reader.reserve(NAMESPACE, range(100, 117))
+                reader.clear()
             with reader.acquire(NAMESPACE, range(17)) as lease:
                 slot = next(lease.slots())
                 with pytest.raises(ValueError, match="read-only"):
@@ -441,9 +443,12 @@ class TestWhoIsThere:
     def test_a_wrong_token_is_refused(self, path):
         with DaemonThread(path, 64 * PAGE, tcp_token="right") as daemon:
             for token in (None, "wrong"):
-                store = kvstore.connect(daemon.tcp_url, on_failure="raise", token=token)
-                with store, pytest.raises(UnavailableError, match="wrong token"):
-                    store.lookup(NAMESPACE, range(9))
+                with pytest.raises(UnavailableError, match="wrong token"):
+                    kvstore.connect(daemon.tcp_url, on_failure="raise", token=token)
+                with kvstore.connect(daemon.tcp_url, token=token) as store:
+                    assert hit(store, range(9)) == 0
+                    reasons = {key[2] for key in store.counters() if key[0] == "failures"}
+                    assert reasons == {"refused", "breaker"}
 
     def test_offsets_outside_of_the_memory_are_not_believed(self, path):
         with Silent(path, welcome=True) as silent:
