@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
 from prometheus_client.registry import Collector
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
     from kvstore.pool import Pool
-    from kvstore.stats import PoolStats
+    from kvstore.stats import DaemonStatus, PoolStats
 
 
 class CounterSpec(NamedTuple):
@@ -93,18 +93,14 @@ def register(pool: Pool, registry: CollectorRegistry) -> None:
     registry.register(_PoolCollector(pool))
 
 
-def register_daemon(counts: Callable[[], Mapping[str, int]], registry: CollectorRegistry) -> None:
-    """Export the counters of a daemon's connections, which ``counts`` returns."""
-
-    def read() -> Counts:
-        return {(name,): value for name, value in counts().items()}
-
-    registry.register(_CountsCollector("kvstore_daemon_", DAEMON_COUNTERS, read))
+def register_daemon(status: Callable[[], DaemonStatus], registry: CollectorRegistry) -> None:
+    """Export what a daemon tells about itself, without its pool."""
+    registry.register(_DaemonCollector(status))
 
 
 def register_client(counts: Callable[[], Counts], registry: CollectorRegistry) -> None:
     """Export the counters of a client, which ``counts`` returns."""
-    registry.register(_CountsCollector("kvstore_client_", CLIENT_COUNTERS, counts))
+    registry.register(_ClientCollector(counts))
 
 
 class _PoolCollector(Collector):
@@ -117,14 +113,31 @@ class _PoolCollector(Collector):
         yield from _gauges(stats)
 
 
-class _CountsCollector(Collector):
-    def __init__(
-        self, prefix: str, specs: Mapping[str, CounterSpec], read: Callable[[], Counts]
-    ) -> None:
-        self._prefix, self._specs, self._read = prefix, specs, read
+class _DaemonCollector(Collector):
+    def __init__(self, status: Callable[[], DaemonStatus]) -> None:
+        self._status = status
 
     def collect(self) -> Iterator[Metric]:
-        yield from _counters(self._prefix, self._specs, self._read())
+        status = self._status()
+        counts: Counts = {(name,): value for name, value in status.counts.items()}
+        yield from _counters("kvstore_daemon_", DAEMON_COUNTERS, counts)
+        who = {"version": status.version, "node": status.node, "epoch": status.epoch}
+        yield InfoMetricFamily("kvstore_daemon", "Who the daemon is.", value=who)
+        for name, text, value in (
+            ("daemon_clients", "Clients connected.", status.num_clients),
+            ("daemon_uptime_seconds", "Time since the daemon was started.", status.uptime_s),
+            ("daemon_draining", "1 while the daemon is about to stop.", status.state == "draining"),
+            ("arena_huge_page_bytes", "Shared memory on huge pages.", status.arena.huge_page_bytes),
+        ):
+            yield GaugeMetricFamily(f"kvstore_{name}", text, value=float(value))
+
+
+class _ClientCollector(Collector):
+    def __init__(self, counts: Callable[[], Counts]) -> None:
+        self._counts = counts
+
+    def collect(self) -> Iterator[Metric]:
+        yield from _counters("kvstore_client_", CLIENT_COUNTERS, self._counts())
 
 
 def _counters(prefix: str, specs: Mapping[str, CounterSpec], counts: Counts) -> Iterator[Metric]:

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from kvstore.blocks import FIRST_CHECKSUM, NO_CHECKSUM, NO_SLOT, BlockState, BlockTable
+from kvstore.errors import TooLargeError
 from kvstore.events import BlockRemoved, EventLog
 from kvstore.tiers.arena import ALIGNMENT, slot_bytes
 from kvstore.tiers.moves import Move, checksums, copy_blocks, on_host
@@ -45,6 +46,9 @@ if TYPE_CHECKING:
     from radix import Match, Node
 
 logger = logging.getLogger(__name__)
+
+MAX_SIZE_CLASSES = 1024
+"""Block sizes that may be stored at the same time."""
 
 MAX_SKIPS = 256
 """Nodes in use that one search for victims passes over: it ends early rather than hold the lock."""
@@ -356,8 +360,9 @@ class Residency:
                 else:
                     policy.remove(node)
                 continue
-            if (other := int(table.size_classes[ids[0]])) != size_class:
-                shortage = self._free_slab(index, other)
+            slot_size = self._slot_size(int(table.size_classes[ids[0]]))
+            if slot_size != self._slot_size(size_class):
+                shortage = self._free_slab(index, slot_size)
                 return shortage is not None and (
                     shortage == 0 or self._give_up(index, node, free[-shortage:])
                 )
@@ -383,19 +388,19 @@ class Residency:
         self.tiers[index + 1].policy.touch(node.path())
         return self.move(ids, index, index + 1, drop_source=True)
 
-    def _free_slab(self, index: int, size_class: int) -> int | None:
-        """Move the blocks of one slab into free slots of other slabs of their class.
+    def _free_slab(self, index: int, slot_size: int) -> int | None:
+        """Move the blocks of one slab into free slots of other slabs with slots of the same size.
 
         Returns:
             How many more slots must be free elsewhere for that; 0 when the slab is empty; None when
             it cannot be had now: blocks of every slab are in use, or a move is under way.
         """
-        arena, slot_size = self.tiers[index].arena, self._slot_size(size_class)
-        starts = self.table.slots[index].astype(np.int64) * ALIGNMENT
+        arena, table = self.tiers[index].arena, self.table
+        starts = table.slots[index].astype(np.int64) * ALIGNMENT
         coming = [move.target_offsets for move in self.moves if move.target == index]
         for start, stop in arena.slabs(slot_size):
             mates = np.flatnonzero((starts >= start) & (starts < stop)).astype(np.int32)
-            if self.table.refs[mates].any() or any(
+            if table.refs[mates].any() or any(
                 ((offsets >= start) & (offsets < stop)).any() for offsets in coming
             ):
                 continue
@@ -403,8 +408,16 @@ class Residency:
             if missing or not len(mates):
                 return missing
             self.pin(mates)
-            move = self._move(mates, index, index, offsets, drop_source=False)
-            return 0 if self._start(move) and move not in self.moves else None
+            of_one_length = [
+                table.size_classes[mates] == size_class
+                for size_class in np.unique(table.size_classes[mates])
+            ]
+            moves = [
+                self._move(mates[some], index, index, offsets[some], drop_source=False)
+                for some in of_one_length
+            ]
+            started = [self._start(move) for move in moves]
+            return 0 if all(started) and self.moves.isdisjoint(moves) else None
         return None
 
     # -- forgetting -----------------------------------------------------------------------------
@@ -479,9 +492,25 @@ class Residency:
             yield from tree.walk()
 
     def _size_class(self, block_bytes: int) -> int:
-        if block_bytes not in self._size_classes:
-            self._size_classes.append(block_bytes)
-        return self._size_classes.index(block_bytes)
+        """Number that stands for ``block_bytes`` in the table; those of no block are used again.
+
+        Raises:
+            TooLargeError: blocks of too many sizes are there.
+        """
+        sizes = self._size_classes
+        if block_bytes in sizes:
+            return sizes.index(block_bytes)
+        if len(sizes) < MAX_SIZE_CLASSES:
+            sizes.append(block_bytes)
+            return len(sizes) - 1
+        used = self.table.size_classes[self.table.states != BlockState.FREE]
+        unused = np.setdiff1d(np.arange(MAX_SIZE_CLASSES), used)
+        if not len(unused):
+            raise TooLargeError(
+                f"blocks of {MAX_SIZE_CLASSES} sizes are stored: no other size fits before some leave"
+            )
+        sizes[int(unused[0])] = block_bytes
+        return int(unused[0])
 
     def _slot_size(self, size_class: int) -> int:
         return slot_bytes(self._size_classes[size_class])

@@ -161,9 +161,11 @@ def _listen(host: str, port: int) -> socket.socket:
     address = "127.0.0.1" if host == "localhost" else host
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
-        return socket.create_server((address, port), family=family, backlog=128)
+        listener = socket.create_server((address, port), family=family, backlog=128)
     except OSError as error:
         raise ConfigError(
             f"admin_port={port}: cannot listen on {host}: {error}; choose another port (0 for any free one), "
             "or stop what uses it"
         ) from None
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # those it accepts have it too
+    return listener

@@ -11,6 +11,7 @@ import platform
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from kvstore.cli.table import size
 from kvstore.host import (
     available_memory_bytes,
     cgroup_limit_bytes,
@@ -58,8 +59,8 @@ def memory(root: Path) -> Check:
     if available is None or total is None:
         return Check("memory", "warn", "not known on this system")
     limit = cgroup_limit_bytes(root)
-    limit_text = "no cgroup limit" if limit is None else f"cgroup limit {_size(limit)}"
-    detail = f"{_size(total)}, {_size(available)} available, {limit_text}"
+    limit_text = "no cgroup limit" if limit is None else f"cgroup limit {size(limit)}"
+    detail = f"{size(total)}, {size(available)} available, {limit_text}"
     return Check("memory", "warn" if available < GIB else "ok", detail)
 
 
@@ -78,7 +79,7 @@ def memlock_row(limit: int | None, can_be_raised: bool) -> Check:  # noqa: FBT00
     if limit is None:
         return Check("memlock", "ok", "unlimited")
     how = "raise it with `ulimit -l`" if can_be_raised else "ask for `memlock unlimited`"
-    return Check("memlock", "warn", f"{_size(limit)}; to pin more for devices or RDMA, {how}")
+    return Check("memlock", "warn", f"{size(limit)}; to pin more for devices or RDMA, {how}")
 
 
 def open_files() -> Check:
@@ -106,7 +107,7 @@ def shared_memory(root: Path) -> Check:
     except (OSError, AttributeError):
         return Check("shared memory", "warn", "/dev/shm is not there")
     total, free = stat.f_blocks * stat.f_frsize, stat.f_bavail * stat.f_frsize
-    detail = f"/dev/shm {_size(total)}, {_size(free)} free"
+    detail = f"/dev/shm {size(total)}, {size(free)} free"
     if total < GIB:
         return Check("shared memory", "warn", f"{detail}; in a container, set --shm-size")
     return Check("shared memory", "ok", detail)
@@ -126,9 +127,7 @@ def shared_huge_pages(root: Path) -> Check:
     """Report which huge pages the memory of a daemon can have: with them, clients attach at once."""
     name, setting = "shared huge pages", _chosen(root, "shmem_enabled")
     page_bytes, free = reserved_huge_pages(root)
-    reserved = (
-        f"{free} reserved ones of {_size(page_bytes)} free" if page_bytes else "none reserved"
-    )
+    reserved = f"{free} reserved ones of {size(page_bytes)} free" if page_bytes else "none reserved"
     if setting in SHARED_HUGE_PAGES or free:
         return Check(name, "ok", f"transparent: {setting or 'not known'}, {reserved}")
     if not setting:
@@ -162,13 +161,3 @@ def _usable_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-def _size(num_bytes: int) -> str:
-    """Return a size for people, in binary units."""
-    value = float(num_bytes)
-    for unit in ("B", "KiB", "MiB"):
-        if value < 1024:
-            return f"{value:.4g} {unit}"
-        value /= 1024
-    return f"{value:.1f} GiB"

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import socket
 import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 from prometheus_client import CollectorRegistry
 
 from kvstore import __version__
 from kvstore.assembly import build_shared
+from kvstore.cli.table import size
 from kvstore.config import load_with_origins, redacted
 from kvstore.daemon.handshake import Terms
 from kvstore.daemon.lifecycle import BusyPoll, SocketPlace, run
@@ -24,14 +26,14 @@ from kvstore.errors import ConfigError
 from kvstore.metrics import register_daemon
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from kvstore.admin.server import AdminServer
     from kvstore.config import Settings
     from kvstore.pool import Pool
     from kvstore.tiers.shared import SharedDramStore
 
 logger = logging.getLogger(__name__)
-
-GIB = 1 << 30
 
 
 @click.command()
@@ -58,10 +60,12 @@ def serve(config: Path | None, **flags: str | float | None) -> None:
     """Run the daemon that shares one cache among the engines of this host.
 
     Flags override the environment (KVSTORE_*), which overrides the file. The line "ready …" on
-    standard error says that clients can connect. SIGTERM stops it in order.
+    standard error says that clients can connect. SIGTERM stops it in order. Settings without a flag
+    (`kvstore config show --describe`) come from the environment or the file.
     """
     settings, origins = load_with_origins(flags, file=config)
     _log_to_stderr()
+    signal.signal(signal.SIGTERM, _stop_before_ready)
     with ExitStack() as stack:
         place = stack.enter_context(SocketPlace(settings.socket))
         daemon = Daemon(settings, origins)
@@ -97,20 +101,23 @@ class Daemon:
 
     def start(self) -> None:
         """Take the memory, which can need seconds for many GiB."""
-        size = self._settings.dram
-        logger.info("providing %.2f GiB of memory for blocks", size / GIB)
+        wanted = self._settings.dram
         hidden = not (self._settings.prefault and sys.stderr.isatty())
         with click.progressbar(
-            length=size, label="Providing memory", file=sys.stderr, hidden=hidden
+            length=wanted, label="Providing memory", file=sys.stderr, hidden=hidden
         ) as bar:
-            self._parts = build_shared(
-                self._settings, self._registry, lambda done: bar.update(done - bar.pos)
-            )
+            tell = _Progress(wanted, time.monotonic)  # noqa: TID251
+
+            def on_progress(done: int) -> None:
+                tell(done)
+                bar.update(done - bar.pos)
+
+            self._parts = build_shared(self._settings, self._registry, on_progress)
         stats = self._parts[1].arena_stats()
         logger.info(
-            "memory is there after %.1f s, %.2f GiB on huge pages",
+            "memory is there after %.1f s, %s on huge pages",
             stats.prefault_s,
-            stats.huge_page_bytes / GIB,
+            size(stats.huge_page_bytes),
         )
 
     def make_server(self) -> Server:
@@ -130,7 +137,7 @@ class Daemon:
         )
         clock = time.monotonic  # noqa: TID251  (a command picks the clock; the pool has the same)
         server = self._server = Server(pool, store, terms, clock)
-        register_daemon(lambda: dict(server.counts), self._registry)
+        register_daemon(server.status, self._registry)
         if self._source is not None:
             self._source.status = self._server.status
             self._source.pool = pool
@@ -142,6 +149,8 @@ class Daemon:
         if self.admin_address is not None:
             host, port = self.admin_address
             line += f" admin=http://{f'[{host}]' if ':' in host else host}:{port}"
+        if self._settings.tcp_port:
+            line += f" tcp=127.0.0.1:{self._settings.tcp_port}"
         click.echo(line, err=True)
 
     def close(self) -> None:
@@ -181,6 +190,28 @@ class Daemon:
         return state == "ready", state
 
 
+def _stop_before_ready(*_: object) -> NoReturn:
+    logger.info("stopped before it was ready")
+    sys.exit(0)
+
+
+class _Progress:
+    """Logs now and then how much memory is there: a log has no progress bar."""
+
+    EVERY_S = 10.0
+
+    def __init__(self, wanted: int, clock: Callable[[], float]) -> None:
+        self._wanted, self._clock = wanted, clock
+        self._told_at: float | None = None
+
+    def __call__(self, done: int) -> None:
+        """Hear that ``done`` bytes are there."""
+        now = self._clock()
+        if self._told_at is None or now - self._told_at >= self.EVERY_S:
+            self._told_at = now
+            logger.info("providing memory for blocks: %s of %s", size(done), size(self._wanted))
+
+
 def _listeners(place: SocketPlace, settings: Settings) -> list[socket.socket]:
     listeners = [place.listen()]
     if settings.tcp_port:
@@ -188,6 +219,7 @@ def _listeners(place: SocketPlace, settings: Settings) -> list[socket.socket]:
             raise ConfigError(f"tcp_port={settings.tcp_port} needs a token: set token_file")
         try:
             listeners.append(socket.create_server(("127.0.0.1", settings.tcp_port)))
+            listeners[1].setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         except OSError as error:
             listeners[0].close()
             raise ConfigError(

@@ -11,7 +11,7 @@ import click
 
 from kvstore import errors
 from kvstore.cli.daemon import connected, daemon_options
-from kvstore.cli.table import output_option, print_json, render
+from kvstore.cli.table import output_option, print_json, render, size
 from kvstore.stats import status_document
 
 if TYPE_CHECKING:
@@ -239,15 +239,6 @@ def overview(now: DaemonStatus) -> str:
 def percent(part: float, whole: float) -> str:
     """Return ``part`` of ``whole`` in percent; ``-`` of nothing."""
     return f"{100 * part / whole:.1f}" if whole else "-"
-
-
-def size(num_bytes: float) -> str:
-    """Return a size for people, about, in binary units."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if num_bytes < 1024:
-            return f"{num_bytes:.4g} {unit}"
-        num_bytes /= 1024
-    return f"{num_bytes:.4g} TiB"
 
 
 def duration(seconds: float) -> str:

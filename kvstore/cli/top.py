@@ -10,6 +10,7 @@ import sys
 import termios
 import tty
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 import click
@@ -45,8 +46,8 @@ def top(*, socket: Path | None, url: str | None, interval: float) -> None:
         try:
             if sys.stdin.isatty() and sys.stdout.isatty():
                 client.status()  # a daemon that does not answer is better told on the usual screen
-                with _whole_screen():
-                    _draw_until_quit(client, interval)
+                with _whole_screen() as signals:
+                    _draw_until_quit(client, interval, signals)
             else:
                 print_lines(client, interval, "table")
         except KeyboardInterrupt:
@@ -68,36 +69,45 @@ def screen(now: DaemonStatus | str, recent: list[str], num_columns: int, num_lin
     return HOME + "\r\n".join(row[:num_columns] + CLEAR_LINE for row in rows) + CLEAR_REST
 
 
-def _draw_until_quit(client: Client, interval_s: float) -> None:
+def _draw_until_quit(client: Client, interval_s: float, signals: int) -> None:
     recent: list[str] = []
-    for last, now in looks(client, interval_s, _quit_was_pressed):
+    for last, now in looks(client, interval_s, partial(_quit_was_pressed, signals)):
         if last is not None and not isinstance(now, str):
             recent = [*recent, line(last, now, client.block_tokens)][-HISTORY:]
         size = shutil.get_terminal_size()
         click.echo(screen(now, recent, size.columns, size.lines), nl=False)
 
 
-def _quit_was_pressed(timeout_s: float) -> bool:
-    """Wait for a key; any but q only ends the wait."""
-    ready, _, _ = select.select([sys.stdin], [], [], timeout_s)
-    keys = os.read(sys.stdin.fileno(), 64) if ready else b" "
+def _quit_was_pressed(signals: int, timeout_s: float) -> bool:
+    """Wait for a key, or a signal; any key but q only ends the wait."""
+    ready, _, _ = select.select([sys.stdin, signals], [], [], timeout_s)
+    keys = os.read(sys.stdin.fileno(), 64) if sys.stdin in ready else b" "
     return not keys or b"q" in keys.lower()
 
 
 @contextmanager
-def _whole_screen() -> Iterator[None]:
-    """Take the terminal, and give it back as it was, also when told to end."""
+def _whole_screen() -> Iterator[int]:
+    """Take the terminal, and give it back as it was, also when told to end.
+
+    Yields a descriptor that can be read once a signal has come: one that comes just before a wait
+    would not end it otherwise.
+    """
     terminal = sys.stdin.fileno()
     attributes = termios.tcgetattr(terminal)
     handlers = {
         signal.SIGTERM: signal.signal(signal.SIGTERM, _end),
         signal.SIGTSTP: signal.signal(signal.SIGTSTP, signal.SIG_IGN),
     }
+    signals, told = os.pipe2(os.O_NONBLOCK)
+    signal.set_wakeup_fd(told)
     try:
         tty.setcbreak(terminal, termios.TCSADRAIN)
         click.echo(ENTER, nl=False)
-        yield
+        yield signals
     finally:
+        signal.set_wakeup_fd(-1)
+        os.close(signals)
+        os.close(told)
         click.echo(LEAVE, nl=False)
         termios.tcsetattr(terminal, termios.TCSADRAIN, attributes)
         for number, handler in handlers.items():

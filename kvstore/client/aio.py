@@ -14,6 +14,7 @@ from kvstore.errors import LeaseExpiredError, UnavailableError
 from kvstore.protocol import Abort, Held, Release, encode
 
 if TYPE_CHECKING:
+    import socket
     from collections.abc import Callable
 
     from kvstore.client.core import Address, Breaker, Deadlines
@@ -97,7 +98,9 @@ class AsyncClient:
             )
 
     async def reserve(self, namespace: Namespace, tokens: object) -> Reservation:
-        """Get slots for the blocks that no one holds or writes yet."""
+        """Get slots for the blocks that no one holds or writes yet; none with ``access="read"``."""
+        if self._hello.access == "read":
+            return self._calls.no_reservation(namespace, "read_only")
         return await self._run(self._calls.reserve(namespace, tokens))
 
     async def commit(self, reservation: Reservation) -> int:
@@ -185,31 +188,52 @@ class AsyncClient:
         return call.read(Answer(line.connection, reply, asked_at))
 
     async def _connected(self, deadline: Deadline) -> _AsyncLine:
-        async with self._connecting:
-            if self._line is not None and self._line.connection.failure is None:
-                return self._line
-            if self._closed:
-                raise UnavailableError("closed", "the client was closed")
-            self._breaker.check()
-            if self._line is not None:
-                await self._line.join()  # memory of a restarted daemon is not needed twice
-            try:
-                peer, connection = await asyncio.to_thread(
-                    dial, self._address, self._hello, deadline
-                )
-            except UnavailableError as error:
-                self._breaker.failed(error)
-                raise
-            self._counts["connects",] += 1
-            line = self._line = _AsyncLine(connection, self._lose)
-            loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(deadline.left_s()), self._connecting:
+                if self._line is not None and self._line.connection.failure is None:
+                    return self._line
+                if self._closed:
+                    raise UnavailableError("closed", "the client was closed")
+                self._breaker.check()
+                return await self._connect(deadline)
+        except TimeoutError:
+            raise UnavailableError("timeout", "the daemon does not answer") from None
+
+    async def _connect(self, deadline: Deadline) -> _AsyncLine:
+        if self._line is not None:
+            await self._line.join()  # memory of a restarted daemon is not needed twice
+        loop = asyncio.get_running_loop()
+        dialled = loop.run_in_executor(None, dial, self._address, self._hello, deadline)
+        try:
+            peer, connection = await asyncio.shield(dialled)
+        except UnavailableError as error:
+            self._breaker.failed(error)
+            raise
+        except asyncio.CancelledError:  # the thread goes on
+            dialled.add_done_callback(_hang_up)
+            raise
+        self._counts["connects",] += 1
+        line = self._line = _AsyncLine(connection, self._lose)
+        try:
             await loop.create_connection(lambda: line, sock=peer)
-            return line
+        except BaseException:
+            line.end(UnavailableError("interrupted", "the caller was cancelled"))
+            peer.close()
+            self._line = None
+            raise
+        return line
 
     def _lose(self, line: _AsyncLine, failure: UnavailableError) -> None:
         if line.end(failure) and failure.reason != "closed":
             self._breaker.failed(failure)
-            logger.warning("lost %s, going on without: %s", self._address, failure)
+
+
+def _hang_up(dialled: asyncio.Future[tuple[socket.socket, Connection]]) -> None:
+    """Close a connection that nobody wants any more."""
+    if not dialled.cancelled() and dialled.exception() is None:
+        peer, connection = dialled.result()
+        connection.lose(UnavailableError("interrupted", "the caller was cancelled"))
+        peer.close()
 
 
 class _AsyncLine(asyncio.BufferedProtocol):

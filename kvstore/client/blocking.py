@@ -129,7 +129,9 @@ class Client:
             )
 
     def reserve(self, namespace: Namespace, tokens: object) -> Reservation:
-        """Get slots for the blocks that no one holds or writes yet."""
+        """Get slots for the blocks that no one holds or writes yet; none with ``access="read"``."""
+        if self._hello.access == "read":
+            return self._calls.no_reservation(namespace, "read_only")
         return self._run(self._calls.reserve(namespace, tokens))
 
     def commit(self, reservation: Reservation) -> int:
@@ -270,6 +272,11 @@ class Client:
             raise
         logger.info("connected to node %s at %s", connection.welcome.node, self._address)
         self._counts["connects",] += 1
+        if self._counts["connects",] > 1 and connection.welcome.block_tokens != self.block_tokens:
+            logger.warning(
+                "the daemon at %s has blocks of %d tokens, this client goes on with %d",
+                *(self._address, connection.welcome.block_tokens, self.block_tokens),
+            )
         line = self._line = _Line(peer, connection, self._lose)
         return line
 
@@ -277,7 +284,6 @@ class Client:
         """End ``line``, once; the next call connects anew, when the breaker allows it."""
         if line.end(failure) and failure.reason != "closed":
             self._breaker.failed(failure)
-            logger.warning("lost %s, going on without: %s", self._address, failure)
 
     def _failed(self, what: str, error: UnavailableError) -> None:
         self._counts["failures", what, error.reason] += 1

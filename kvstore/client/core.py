@@ -9,6 +9,7 @@ meanwhile is thrown away, because its lease can no longer be released.
 
 from __future__ import annotations
 
+import logging
 import re
 from dataclasses import dataclass, field
 from threading import Lock
@@ -70,6 +71,8 @@ if TYPE_CHECKING:
     from kvstore.protocol import Message, Welcome
     from kvstore.stats import DaemonStatus
     from kvstore.tiers.shared import ClientMapping
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -157,7 +160,7 @@ class Breaker:
         self._first_s, self._longest_s = first_s, longest_s
         self._span_s = 0.0
         self._retry_at = 0.0
-        self._why = ""
+        self._why = self._reason = ""
 
     def check(self) -> None:
         """Raise :class:`UnavailableError`, with what happened last, until the next try may be made."""
@@ -165,15 +168,18 @@ class Breaker:
         if self._span_s and wait_s > 0:
             raise UnavailableError("breaker", f"{self._why}; tried again in {wait_s:.2f} s")
 
-    def failed(self, failure: Exception) -> None:
-        """Wait before the next try, longer each time."""
-        self._why = str(failure)
+    def failed(self, failure: UnavailableError) -> None:
+        """Wait before the next try, longer each time. Each new reason is logged, once."""
+        if failure.reason != self._reason:
+            logger.warning("%s; going on without, and trying again", failure)
+        self._why, self._reason = str(failure), failure.reason
         self._span_s = min(max(self._first_s, 2 * self._span_s), self._longest_s)
         self._retry_at = self._clock() + self._span_s * (1 + self._random()) / 2
 
     def succeeded(self) -> None:
         """Forget the failures."""
         self._span_s = 0.0
+        self._reason = ""
 
 
 class Connection:
@@ -412,16 +418,20 @@ class Calls:
             "reserve",
             lambda number: Reserve(number, prompt.namespace, prompt.key),
             read,
-            lambda reason: Reservation(
-                self._owner,
-                namespace,
-                np.empty(0, np.int8),
-                np.empty(0, np.int64),
-                float("inf"),
-                indices=np.empty(0, np.int32),
-                failure=reason,
-            ),
+            lambda reason: self.no_reservation(namespace, reason),
             prompt.num_tokens,
+        )
+
+    def no_reservation(self, namespace: Namespace, reason: str) -> Reservation:
+        """Return a reservation of nothing, and why."""
+        return Reservation(
+            self._owner,
+            namespace,
+            np.empty(0, np.int8),
+            np.empty(0, np.int64),
+            float("inf"),
+            indices=np.empty(0, np.int32),
+            failure=reason,
         )
 
     def commit(self, reservation: Reservation) -> Call[int] | None:

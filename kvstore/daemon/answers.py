@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MAX_NAMESPACE_BYTES = 16 << 10
+MAX_NAMESPACE_BYTES = 4 << 10
 """Longest encoded namespace: the decoded ones are kept."""
 
 _ERRORS: tuple[
@@ -31,7 +31,7 @@ _ERRORS: tuple[
 )
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=2048)
 def namespace_of(encoded: bytes) -> Namespace:
     """Return the namespace that a client means; the same object for the same bytes, digest and all."""
     if len(encoded) > MAX_NAMESPACE_BYTES:

@@ -201,5 +201,8 @@ async def _run(
         await asyncio.wait({drain, cut_short}, return_when=asyncio.FIRST_COMPLETED)
         for task in (drain, cut_short):
             task.cancel()
+        if held := server.num_held():
+            logger.warning("clients still held %d leases and reservations: they are void", held)
     finally:
         await server.close()
+        logger.info("stopped")

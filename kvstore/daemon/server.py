@@ -106,6 +106,10 @@ class Server:
             pool=self._pool.stats(),
         )
 
+    def num_held(self) -> int:
+        """Leases and reservations of all clients."""
+        return sum(connection.session.num_held for connection in self._shared.open)
+
     async def drain(self, timeout_s: float) -> None:
         """Accept nobody, lend nothing new; wait until nothing is held, but not longer than that."""
         self.state = "draining"
@@ -113,7 +117,7 @@ class Server:
         stop = self._clock() + timeout_s
         for connection in self._shared.open:
             connection.session.draining = True
-        while self._clock() < stop and self._num_held():  # noqa: ASYNC110  (leases also run out)
+        while self._clock() < stop and self.num_held():  # noqa: ASYNC110  (leases also run out)
             await asyncio.sleep(DRAIN_STEP_S)
 
     async def close(self) -> None:
@@ -129,9 +133,6 @@ class Server:
         await asyncio.sleep(0)  # the transports close their sockets
 
     # -- inner ----------------------------------------------------------------------------------
-
-    def _num_held(self) -> int:
-        return sum(connection.session.num_held for connection in self._shared.open)
 
     def _stop_listening(self) -> None:
         for listener in self._listeners:

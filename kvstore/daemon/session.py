@@ -184,6 +184,8 @@ class Session:
             return Held(request.id, NOTHING, b"", b"", num_blocks)
         slot_size = slot_bytes(namespace.layout.block_bytes)
         room = max(0, self._max_reserved_bytes - self.reserved_bytes) // slot_size
+        if not self.reserved_bytes:
+            room = max(1, room)  # also where half of the arena is less than a block
         reservation = self._pool.reserve(namespace, request.key, max_blocks=room)
         self._counts["refused_session_budget"] += (
             reservation.refused > 0 and reservation.num_blocks == room

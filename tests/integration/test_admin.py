@@ -838,18 +838,18 @@ class TestDocuments:
         routes = {
             f"{method.upper()} {path}" for path, methods in paths.items() for method in methods
         }
-        text = (ROOT / "docs/rest.md").read_text()
+        text = REFERENCE.read_text()
         assert set(re.findall(r"`((?:GET|POST|PUT|DELETE) [^`]+)`", text)) == routes
 
     def test_the_kinds_of_problems_are_in_the_reference(self):
         source = "".join(path.read_text() for path in (ROOT / "kvstore/admin").glob("*.py"))
         kinds = set(re.findall(r'\d{3},\s+"([a-z-]+)"', source))
-        text = (ROOT / "docs/rest.md").read_text()
+        text = REFERENCE.read_text()
         assert kinds == set(re.findall(r"^\| `([a-z-]+)` \| \d", text, re.MULTILINE))
 
     def test_the_examples_run(self, admin, pool):
         put(pool, range(16))
-        text = (ROOT / "docs/rest.md").read_text()
+        text = REFERENCE.read_text()
         commands = re.findall(r"^curl (.+)$", text.replace("\\\n", ""), re.MULTILINE)
         assert len(commands) >= 6
         for command in commands:
@@ -858,10 +858,15 @@ class TestDocuments:
             assert status in (200, 204), (command, document)
 
 
+REFERENCE = ROOT / "docs/rest.md"
+
+
 def parsed(command, digest):
     """Return method, path and body of a curl command in the reference."""
     method = re.search(r"-X (\w+)", command)
     body = re.search(r"--json '(.+?)'", command)
+    if "--json @prefix.json" in command:
+        body = re.search(r"^echo '(.+)' > prefix.json$", REFERENCE.read_text(), re.MULTILINE)
     (path,) = re.findall(r"\$ADMIN([^\s\"]+)", command)
     text = body and body[1].replace("DIGEST", digest)
     default = "POST" if body else "GET"

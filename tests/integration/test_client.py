@@ -288,9 +288,11 @@ class TestReadOnly:
         ):
             put(writer, range(17))
             assert hit(reader, range(17)) == 16
-            for call in (reader.reserve, reader.evict):
-                with pytest.raises(UsageError, match="reading"):
-                    call(NAMESPACE, range(100, 117))
+            reservation = reader.reserve(NAMESPACE, range(100, 117))
+            assert (reservation.num_blocks, reservation.failure) == (0, "read_only")
+            assert reader.commit(reservation) == 0
+            with pytest.raises(UsageError, match="reading"):
+                reader.evict(NAMESPACE, range(100, 117))
             with pytest.raises(UsageError, match="reading"):
                 reader.clear()
             with reader.acquire(NAMESPACE, range(17)) as lease:

@@ -26,7 +26,7 @@ from kvstore.errors import ConfigError
 from kvstore.protocol import Acquire, Held, Lookup, Number, Release, Reserve, Status, Welcome
 from tests.integration.test_daemon import ENCODED, Raw, hello, hold, key, until
 
-READY = r"ready unix://(\S+) node=(\S+) epoch=([0-9a-f]{16})( admin=http://(\S+):(\d+))?"
+READY = r"ready unix://(\S+) node=(\S+) epoch=([0-9a-f]{16})( admin=http://(\S+):(\d+))?( tcp=\S+)?"
 TOKEN = "0123456789abcdef-secret"
 
 
@@ -220,7 +220,7 @@ class TestServe:
         process.signal(signal.SIGTERM)
         assert process.wait() == 0
         assert not process.path.exists()
-        assert any("providing 0.00 GiB of memory" in line for line in process.lines)
+        assert any("providing memory for blocks: 1 MiB of 1 MiB" in line for line in process.lines)
 
     def test_a_second_one_is_refused(self, serve):
         first = serve()

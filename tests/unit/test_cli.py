@@ -219,7 +219,7 @@ def test_memory_without_a_limit(tmp_path: Path) -> None:
     write(tmp_path, **{"proc/meminfo": MEMINFO, "proc/self/cgroup": "0::/\n"})
     write(tmp_path, **{"sys/fs/cgroup/memory.max": "max\n"})
     row = host.memory(tmp_path)
-    assert row == host.Check("memory", "ok", "16.0 GiB, 8.0 GiB available, no cgroup limit")
+    assert row == host.Check("memory", "ok", "16 GiB, 8 GiB available, no cgroup limit")
     assert available_memory_bytes(tmp_path) == 8 << 30
 
 
@@ -284,7 +284,7 @@ def test_what_a_group_uses_is_not_available_but_file_cache_is(
     assert limit.source.endswith(f"{parent}/{names[0]}")
     write(tmp_path, **group_files(parent, names, limit=12, used=13, cached=0))
     assert available_memory_bytes(tmp_path) == 0
-    assert host.memory(tmp_path).detail == "16.0 GiB, 0 B available, cgroup limit 9.0 GiB"
+    assert host.memory(tmp_path).detail == "16 GiB, 0 B available, cgroup limit 9 GiB"
 
 
 def test_a_machine_that_tells_nothing_is_no_failure(tmp_path: Path) -> None:

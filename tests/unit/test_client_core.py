@@ -106,25 +106,37 @@ def test_the_breaker_waits_longer_each_time_and_forgets_at_success():
     waits = []
     for _ in range(4):
         breaker.check()
-        breaker.failed(OSError())
+        breaker.failed(UnavailableError("lost", ""))
         waits.append(wait_of(breaker, clock))
     assert waits == [0.1, 0.2, 0.4, 0.5]
     breaker.succeeded()
-    breaker.failed(OSError())
+    breaker.failed(UnavailableError("lost", ""))
     assert wait_of(breaker, clock) == 0.1
 
 
 def test_the_breaker_spreads_its_waits_and_says_what_happened():
     clock = FakeClock()
     early, late = Breaker(clock, lambda: 0.0, 0.2), Breaker(clock, lambda: 1.0, 0.2)
-    early.failed(OSError("no daemon there"))
-    late.failed(OSError("no daemon there"))
+    early.failed(UnavailableError("unreachable", "no daemon there"))
+    late.failed(UnavailableError("unreachable", "no daemon there"))
     with pytest.raises(UnavailableError, match=r"no daemon there; tried again in 0\.20 s"):
         late.check()
     clock.advance(0.11)
     early.check()
     with pytest.raises(UnavailableError):
         late.check()
+
+
+def test_each_reason_is_logged_once_until_all_is_well(caplog):
+    breaker = Breaker(FakeClock(), lambda: 0.0)
+    for reason in ("unreachable", "unreachable", "refused", "refused"):
+        breaker.failed(UnavailableError(reason, f"it is {reason}"))
+    told = [record.message for record in caplog.records]
+    assert len(told) == 2
+    assert told[0].startswith("it is unreachable")
+    breaker.succeeded()
+    breaker.failed(UnavailableError("refused", "again"))
+    assert len(caplog.records) == 3
 
 
 class TestConnection:
