@@ -13,7 +13,7 @@ PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check \
 say = @echo "==> $(1)" >&2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu check bench conformance wheel-test format clean clean-all setup
+.PHONY: help demo test test-gpu check bench soak conformance wheel-test format clean clean-all setup
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -37,6 +37,9 @@ bench: setup  ## Measure the index, the daemon, and time to first token
 	$(BIN)/python -m bench.index $(ARGS)
 	$(BIN)/python -m bench.store $(ARGS)
 	$(BIN)/python -m bench.ttft $(ARGS)
+
+soak: setup  ## Eight clients on a small daemon for a minute: right, fair, nothing left behind
+	$(BIN)/python -m bench.soak $(ARGS)
 
 conformance: setup  ## Compare answers with and without the store (many minutes)
 	$(BIN)/python -m bench.conformance $(ARGS)

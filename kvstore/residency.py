@@ -108,6 +108,8 @@ class Residency:
 
     def place(self, namespace: Namespace, count: int) -> Ids:
         """Make up to ``count`` RESERVED blocks with slots, in the fastest tiers that have room."""
+        if not count:
+            return np.empty(0, np.int32)
         size_class = self._size_class(namespace.layout.block_bytes)
         placed: list[Ids] = []
         missing = count

@@ -265,9 +265,10 @@ class _AsyncLine(asyncio.BufferedProtocol):
             else:
                 future.set_result(answer)
 
+        left_s = deadline.left_s()
         self.write(self.connection.begin(call.request, deliver))
         try:
-            async with asyncio.timeout(deadline.left_s()):
+            async with asyncio.timeout(left_s):
                 return await future
         except TimeoutError:
             raise UnavailableError(

@@ -80,7 +80,8 @@ class Arena:
             free = np.concatenate([fresh, free])
         keep = max(0, len(free) - count)
         offsets = np.sort(free[keep:])
-        self._free[slot_size] = free[:keep]
+        if len(free) or slot_size in self._free:
+            self._free[slot_size] = free[:keep]
         np.add.at(self._used, self._slabs_of(offsets), 1)
         return offsets
 
@@ -163,6 +164,8 @@ class Arena:
                 self._gaps.append((start, size))
         for name in ("_starts", "_sizes", "_slot_sizes", "_used"):
             setattr(self, name, getattr(self, name)[~empty])
+        left = set(self._slot_sizes.tolist()) | {slot_size}
+        self._free = {size: free for size, free in self._free.items() if size in left}
         return True
 
     def check_invariants(self) -> None:

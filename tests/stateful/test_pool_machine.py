@@ -39,7 +39,7 @@ TOKENS = st.builds(
 """Prompts that share trunks, so that most operations meet the blocks of another."""
 NAMESPACES = [
     Namespace(b"a", KVLayout(1, 1, 8, "float32", block_tokens=2)),
-    Namespace(b"b", KVLayout(1, 1, 8, "float32", block_tokens=2)),
+    Namespace(b"b", KVLayout(1, 1, 24, "float32", block_tokens=2)),  # longer, in slots of one size
     Namespace(b"a", KVLayout(1, 1, 1024, "float32", block_tokens=1)),  # two pages
 ]
 SPACE = st.sampled_from([NAMESPACES[0], *NAMESPACES])

@@ -84,3 +84,16 @@ class ArenaMachine(RuleBasedStateMachine):
 
 
 TestArena = ArenaMachine.TestCase
+
+
+def test_sizes_that_found_no_room_or_left_are_forgotten():
+    arena = Arena(4 * ALIGNMENT)
+    held = arena.allocate(ALIGNMENT, 4)
+    for pages in range(2, 200):
+        assert not len(arena.allocate(pages * ALIGNMENT, 1))
+    assert set(arena._free) == {ALIGNMENT}
+    arena.release(ALIGNMENT, held)
+    for pages in (2, 3, 4):
+        arena.release(pages * ALIGNMENT, arena.allocate(pages * ALIGNMENT, 1))
+    assert len(arena._free) <= 2
+    arena.check_invariants()
