@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from engine_plugin.layout import load_blocks, save_blocks
-from kvstore.errors import LeaseExpiredError, LeaseNotHeldError, UnavailableError
+from kvstore.errors import KVStoreError, LeaseError, LeaseExpiredError, UnavailableError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvstore.interface import KVStore
+    from kvstore.lease import Lease
     from kvstore.namespace import Namespace
 
 logger = logging.getLogger(__name__)
@@ -112,11 +113,11 @@ class PrefixStore:
         possible = (len(tokens) - 1) // layout.block_tokens  # the last token must be computed
         reason = "too_short" if possible == 0 else "not_stored"
         tiers: Counter[str] = Counter()
+        lease: Lease | None = None
         started = looked_up = self._clock()
         with self.tolerate("load") as failed:
             lease = self._store.acquire(namespace, tokens)
             looked_up = self._clock()
-            reason = lease.failure or reason
             try:
                 blocks = lease.num_blocks
                 if self._verify == "always" and blocks:
@@ -124,15 +125,22 @@ class PrefixStore:
                     reason = "corrupt" if blocks < lease.num_blocks else reason
                 blocks = min(blocks, possible)
                 load_blocks(lease, destination, blocks)
-            finally:
-                self._store.release(lease)
+            except BaseException:  # what happened first is what counts, above all an interrupt
+                with suppress(LeaseError):
+                    self._store.release(lease)
+                raise
+            self._store.release(lease)
             for tier, count in zip(
                 *np.unique(lease.tiers[:blocks], return_counts=True), strict=True
             ):
                 tiers[self._store.tier_names[tier]] += int(count) * layout.block_tokens
         stats.lookup_s += looked_up - started
         stats.load_s += self._clock() - looked_up
-        self._count(len(tokens), tiers, failed[0] if failed else reason, stats)
+        if failed:
+            reason = failed[0]
+        if lease is not None and lease.failure:
+            reason = lease.failure
+        self._count(len(tokens), tiers, reason, stats)
         return tiers.total()
 
     def _count(
@@ -167,7 +175,7 @@ class PrefixStore:
                 save_blocks(reservation, source)
                 stats.offloaded_blocks += self._store.commit(reservation)
             except BaseException:
-                with suppress(LeaseNotHeldError):  # a commit that failed may have ended it
+                with suppress(KVStoreError):  # a commit that failed may have ended it
                     self._store.abort(reservation)
                 raise
             self.counts["offload.refused_blocks"] += reservation.refused

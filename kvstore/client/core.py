@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import re
 from dataclasses import dataclass, field
+from functools import partial
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, cast
 
@@ -82,7 +83,8 @@ FRAME_OVERHEAD_BYTES = 64 << 10
 MAX_NAMESPACES = 4096
 """Encoded namespaces that are kept; beyond it all are made anew."""
 
-VERIFY_BYTES_PER_S = 200e6
+VERIFY_S, VERIFY_BYTES_PER_S = 2.0, 200e6
+"""The daemon reads the blocks when it comes to it: other clients have theirs read as well."""
 DRAIN_S = 60.0
 
 _ERRORS: dict[str, type[KVStoreError]] = {
@@ -373,9 +375,9 @@ class Calls:
             "verify",
             lambda number: Verify(number, holding.remote_id),
             _number,
-            lambda _: 0,
+            partial(_failed, lease),
             lease.hit_tokens,
-            lease.num_blocks * lease.block_bytes / VERIFY_BYTES_PER_S,
+            VERIFY_S + lease.num_blocks * lease.block_bytes / VERIFY_BYTES_PER_S,
             holding.connection,
         )
 
@@ -443,7 +445,7 @@ class Calls:
             "commit",
             lambda number: Commit(number, holding.remote_id),
             _number,
-            lambda _: 0,
+            partial(_failed, reservation),
             reservation.num_blocks * reservation.namespace.layout.block_tokens,
             connection=holding.connection,
         )
@@ -595,6 +597,12 @@ def _held(
     if len(offsets) and not (offsets.min() >= 0 and offsets.max() <= last):
         raise UnavailableError("protocol", "offsets outside of the daemon's memory")
     return held, offsets, indices
+
+
+def _failed(record: Lease | Reservation, reason: str) -> int:
+    """Keep why no answer came: nothing is verified, nothing became visible."""
+    record.failure = reason
+    return 0
 
 
 def _number(answer: Answer) -> int:

@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import logging
 import socket
+from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -87,7 +88,8 @@ class Connection(asyncio.BufferedProtocol):
         self._dma = dma
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
-        self._works = 0
+        self._works: deque[Work] = deque()
+        """Requests that take their time, in their order: the first is being done."""
         self._paused = False
         self._scheduled = False
         self._done = False
@@ -173,7 +175,7 @@ class Connection(asyncio.BufferedProtocol):
 
     @property
     def _blocked(self) -> bool:
-        return self._paused or self._works >= MAX_WORKS
+        return self._paused or len(self._works) >= MAX_WORKS
 
     def _schedule(self) -> None:
         """Have a turn soon; read nothing before."""
@@ -229,13 +231,20 @@ class Connection(asyncio.BufferedProtocol):
             self._schedule()
 
     def _begin(self, work: Work) -> None:
-        self._works += 1
+        self._works.append(work)
+        if len(self._works) == 1:
+            self._do_next()
+
+    def _do_next(self) -> None:
+        work = self._works[0]
         self._loop.run_in_executor(self._shared.worker, work).add_done_callback(self._finished)
 
     def _finished(self, future: asyncio.Future[Reply]) -> None:
-        self._works -= 1
+        self._works.popleft()
         if self._done or future.cancelled():
             return
+        if self._works:
+            self._do_next()
         self._write([future.result()])
         self._schedule()
 

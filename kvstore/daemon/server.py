@@ -42,6 +42,8 @@ MAX_GREETINGS = 256
 """Connections of one family that may be shaking hands at once; more are closed unheard. Families are
 counted apart: whom TCP brings must not keep out the owner of the unix socket."""
 ACCEPTED_A_TURN = 16
+WORKERS = 4
+"""Threads for requests that read many bytes or wait; each client has one of them at a time."""
 TICK_S = 1.0
 DRAIN_STEP_S = 0.02
 
@@ -71,7 +73,7 @@ class Server:
         self._clock = clock
         self._arena = store.arena_stats()
         self._started = clock()
-        self._worker = ThreadPoolExecutor(1, "kvstore-daemon")
+        self._worker = ThreadPoolExecutor(WORKERS, "kvstore-daemon")
         self._shared = Shared(
             clock, self.counts, self._worker, terms.slow_client_s, terms.dma_grace_s
         )

@@ -77,8 +77,11 @@ class ThreadMover(Mover):
             max_waiting: jobs that may wait; more are refused.
         """
         self._executor = ThreadPoolExecutor(1, "kvstore-mover", _give_way)
+        self._executor.submit(
+            int
+        ).result()  # where no thread can be had, fail now and not in a commit
         self._max_waiting = max_waiting
-        self._waiting = 0
+        self._submitted = self._waiting = 0
         self._closed = False
         self._changed = threading.Condition()
 
@@ -92,14 +95,19 @@ class ThreadMover(Mover):
         with self._changed:
             if self._closed or self._waiting >= self._max_waiting:
                 return False
-            self._executor.submit(self._run, job)
+            try:
+                self._executor.submit(self._run, job)
+            except RuntimeError:  # the interpreter is about to end
+                return False
+            self._submitted += 1
             self._waiting += 1
         return True
 
     def drain(self) -> None:
-        """Wait until the queue is empty."""
+        """Wait until every job submitted so far has run; others may be submitted meanwhile."""
         with self._changed:
-            self._changed.wait_for(lambda: self._waiting == 0)
+            last = self._submitted
+            self._changed.wait_for(lambda: self._submitted - self._waiting >= last)
 
     def close(self) -> None:
         """Drain and end the thread."""

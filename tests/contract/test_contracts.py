@@ -119,3 +119,31 @@ def test_a_failing_job_does_not_end_the_mover(caplog):
     assert done == [1]
     assert "division" in caplog.text
     mover.close()
+
+
+def test_draining_waits_for_what_was_submitted_before_and_no_longer():
+    mover = ThreadMover(10)
+    first, later, go = threading.Event(), threading.Event(), threading.Event()
+    mover.submit(first.wait)
+    drained = threading.Thread(target=mover.drain)
+    drained.start()
+
+    def finish():
+        go.set()
+        later.wait()
+
+    mover.submit(finish)
+    first.set()
+    drained.join(10)
+    assert not drained.is_alive(), "it waited for a job that came later"
+    later.set()
+    mover.close()
+
+
+def test_where_no_thread_can_be_had_a_mover_is_not_made(monkeypatch):
+    def refuse(self):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(RuntimeError):
+        ThreadMover(10)

@@ -473,6 +473,30 @@ class TestWhoIsThere:
                 thread.join()
 
 
+def test_a_long_wait_of_one_client_does_not_keep_others_from_verifying(daemon):
+    """Each client has one request with the daemon's threads at a time."""
+    started, go = threading.Event(), threading.Event()
+    drain = daemon.pool.drain
+
+    def slow():
+        started.set()
+        go.wait(20)
+        drain()
+
+    daemon.pool.drain = slow
+    with kvstore.connect(daemon.url) as one, kvstore.connect(daemon.url) as two:
+        put(two, range(17))
+        threads = [threading.Thread(target=one.drain) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        started.wait(10)
+        with two.acquire(NAMESPACE, range(17)) as lease:
+            assert two.verify(lease) == 4
+        go.set()
+        for thread in threads:
+            thread.join()
+
+
 def test_counters_are_exported(daemon):
     registry = CollectorRegistry()
     with kvstore.connect(daemon.url, registry=registry) as store:

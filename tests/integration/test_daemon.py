@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 from kvstore.daemon.connection import MAX_WORKS, TURN_FRAMES, WRITE_BUFFER_BYTES
+from kvstore.daemon.server import WORKERS
 from kvstore.namespace import KVLayout, Namespace
 from kvstore.protocol import (
     MAX_FRAME_BYTES,
@@ -478,7 +479,8 @@ class TestRequests:
         client.put(range(8))
         lease = client.ask(Acquire(1, ENCODED, key(range(9))))
         go = threading.Event()
-        daemon.server._worker.submit(go.wait, PATIENCE_S)
+        for _ in range(WORKERS):
+            daemon.server._worker.submit(go.wait, PATIENCE_S)
         before = served.counts["requests"]
         client.send(*(Verify(number, lease.held) for number in range(1, 201)))
         until(lambda: served.counts["requests"] >= before + MAX_WORKS)

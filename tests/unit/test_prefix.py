@@ -1,0 +1,59 @@
+"""Prefixes between a store that misbehaves and an engine: what happened first is what counts."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from engine_plugin.prefix import PrefixStore, RequestStats  # noqa: E402
+from kvstore.errors import LeaseExpiredError, LeaseNotHeldError  # noqa: E402
+from kvstore.namespace import KVLayout, Namespace  # noqa: E402
+from kvstore.testing import small_pool  # noqa: E402
+
+NAMESPACE = Namespace(b"w", KVLayout(1, 1, 8, "float32", block_tokens=4))
+TOKENS = np.arange(9, dtype=np.int32)
+KV = torch.arange(2 * 12 * 8, dtype=torch.float32).reshape(1, 2, 1, 12, 8)
+
+
+def prefixes(store, **options):
+    options = {"verify": "never", "on_failure": "recompute"} | options
+    return PrefixStore(store, clock=time.perf_counter, **options)
+
+
+def raising(error):
+    def call(*arguments):
+        raise error
+
+    return call
+
+
+def test_an_interrupt_is_not_swallowed_by_a_lease_that_ends_with_it():
+    with small_pool(4) as pool:
+        wrapped = prefixes(pool, verify="always")
+        wrapped.save(NAMESPACE, TOKENS, KV, RequestStats())
+        pool.verify = raising(KeyboardInterrupt())
+        pool.release = raising(LeaseExpiredError("it ended with its connection"))
+        with pytest.raises(KeyboardInterrupt):
+            wrapped.load(NAMESPACE, TOKENS, KV.clone(), RequestStats())
+
+
+def test_a_commit_that_fails_is_counted_as_what_it_was():
+    with small_pool(4) as pool:
+        wrapped = prefixes(pool)
+        commit = pool.commit
+
+        def fail(reservation):
+            commit(reservation)
+            raise OSError("no answer")
+
+        pool.commit = fail
+        wrapped.save(NAMESPACE, TOKENS, KV, RequestStats())
+        assert wrapped.counts["offload.failed"] == 1
+        pool.commit = raising(LeaseNotHeldError("ended before"))
+        wrapped.save(NAMESPACE, np.arange(100, 109, dtype=np.int32), KV, RequestStats())
+        assert wrapped.counts["offload.failed"] == 2
+        assert pool.stats().num_reservations == 0
