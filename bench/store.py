@@ -8,6 +8,7 @@ socket does the same blocks.
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import os
 import re
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 BLOCK_TOKENS = 16
+VOCABULARY = 50_000
 BATCH_BYTES = 128 << 20
 """What one load or store moves: the KV of one prompt."""
 POOL_BATCHES = 6
@@ -53,7 +55,16 @@ def namespace(size: str) -> Namespace:
 
 def prompts(rng: np.random.Generator, count: int, num_tokens: int) -> list[NDArray[np.int32]]:
     """Random token ids."""
-    return [rng.integers(0, 50_000, num_tokens, dtype=np.int32) for _ in range(count)]
+    return [rng.integers(0, VOCABULARY, num_tokens, dtype=np.int32) for _ in range(count)]
+
+
+def fresh_prompts(rng: np.random.Generator, num_tokens: int) -> Iterator[NDArray[np.int32]]:
+    """Prompts without end that have no block in common, with each other or with :func:`prompts`."""
+    (tokens,) = prompts(rng, 1, num_tokens)
+    for first in itertools.count(VOCABULARY):
+        tokens = tokens.copy()
+        tokens[0] = first
+        yield tokens
 
 
 def shared(num_bytes: int) -> NDArray[np.uint8]:
@@ -155,7 +166,7 @@ class Blocks:
         self.count = BATCH_BYTES // self.block_bytes
         rng = np.random.default_rng(2)
         self.known = prompts(rng, POOL_BATCHES, self.count * BLOCK_TOKENS + 1)
-        self.fresh = iter(prompts(rng, 400, self.count * BLOCK_TOKENS))
+        self.fresh = fresh_prompts(rng, self.count * BLOCK_TOKENS)
         self.turn = 0
         self.engine = shared(BATCH_BYTES).reshape(self.count, self.block_bytes)
         self.far = shared(POOL_BATCHES * BATCH_BYTES).reshape(POOL_BATCHES, *self.engine.shape)

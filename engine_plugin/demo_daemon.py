@@ -94,12 +94,12 @@ def running(socket: Path) -> Iterator[str]:
 
 @contextmanager
 def serving(capacity_bytes: int, tell: Tell) -> Iterator[str]:
-    """Run a daemon with ``capacity_bytes`` for blocks; yield its address."""
+    """Run a daemon with ``capacity_bytes`` for blocks until this process ends; yield its address."""
     tell(f"starting a daemon with {capacity_bytes >> 20} MiB for blocks")
     with TemporaryDirectory(prefix="kvstore-demo-") as directory:
         socket = f"{directory}/kvstore.sock"
         command = ("kvstore", "serve", "--socket", socket, "--dram", str(capacity_bytes))
-        with child(*command, stderr=subprocess.STDOUT) as (_, lines):
+        with child("engine_plugin.tether", *command, stderr=subprocess.STDOUT) as (_, lines):
             said: list[str] = []
             for line in lines:
                 if line.startswith("ready "):
@@ -136,7 +136,8 @@ def child(
 ) -> Iterator[tuple[subprocess.Popen[str], Iterator[str]]]:
     """Run a module as a process; yield it, and the lines that it writes to standard output.
 
-    It is asked to end when the block does, also by SIGTERM or SIGHUP, and killed if it does not.
+    It is asked to end when the block does, also by SIGTERM or SIGHUP, and killed if it does not. Its
+    standard input is open until then: when this process is killed, that is how it hears of it.
     """
     queue: SimpleQueue[str] = SimpleQueue()
     with (

@@ -54,7 +54,8 @@ def open(  # noqa: A001  (kvstore.open reads as it should)
         **settings: fields of :class:`kvstore.Settings`, for example ``dram="8GiB", gpu="1GiB"``.
 
     Raises:
-        ConfigError: a setting is unknown, impossible, or more than this process may use.
+        ConfigError: a setting is unknown, impossible, or more than this process may use; or the
+            registry exports another open store.
     """
     return build(load_settings(settings, file=Path(config) if config else None), registry)
 
@@ -124,7 +125,11 @@ def _pool(tiers: list[Tier], settings: Settings, registry: CollectorRegistry | N
         max_event_bytes=settings.max_event_bytes,
     )
     if registry is not None:
-        register(pool, registry)
+        try:
+            register(pool, registry)
+        except ConfigError:
+            pool.close()
+            raise
     return pool
 
 
@@ -138,13 +143,17 @@ def connect(url: str | None = None, **options: Unpack[ClientOptions]) -> Client:
         **options: see :class:`ClientOptions`.
 
     Raises:
-        ConfigError: ``url`` is no address of this host.
+        ConfigError: ``url`` is no address of this host, or the registry exports another open client.
     """
     from kvstore.client.blocking import Client
 
     client = Client(**_client_parts(url, options))
     if registry := options.get("registry"):
-        register_client(client.counters, registry)
+        try:
+            register_client(client, registry)
+        except ConfigError:
+            client.close()
+            raise
     return client
 
 
@@ -154,7 +163,7 @@ def connect_async(url: str | None = None, **options: Unpack[ClientOptions]) -> A
 
     client = AsyncClient(**_client_parts(url, options))
     if registry := options.get("registry"):
-        register_client(client.counters, registry)
+        register_client(client, registry)
     return client
 
 
@@ -180,20 +189,25 @@ def _client_parts(url: str | None, options: ClientOptions) -> dict[str, Any]:
     from kvstore.client.core import Breaker, Deadlines, parse_url
     from kvstore.protocol import OLDEST_VERSION, VERSION, Hello
 
+    _check_options(dict(options))
     address = parse_url(url or f"unix://{load_settings({}).socket}")
     token = options.get("token")
     if token is None and address.path is None and (secret := load_settings({}).token):
         token = secret.get_secret_value()
     clock = time.monotonic  # noqa: TID251
     program = Path(sys.argv[0]).name if sys.argv else ""
-    hello = Hello(
-        OLDEST_VERSION,
-        VERSION,
-        f"{program or 'python'}:{os.getpid()}"[:255],
-        options.get("access", "write"),
-        cuda_is_present(),
-        token,
-    )
+
+    def hello() -> Hello:
+        """Say who connects, as it is at that moment: torch may come later, and a fork has another id."""
+        return Hello(
+            OLDEST_VERSION,
+            VERSION,
+            f"{program or 'python'}:{os.getpid()}"[:255],
+            options.get("access", "write"),
+            cuda_is_present(),
+            token,
+        )
+
     return {
         "address": address,
         "hello": hello,
@@ -204,6 +218,15 @@ def _client_parts(url: str | None, options: ClientOptions) -> dict[str, Any]:
         "breaker": Breaker(clock, random.random),
         "clock": clock,
     }
+
+
+def _check_options(options: dict[str, Any]) -> None:
+    for name, allowed in (("access", ("read", "write")), ("on_failure", ("miss", "raise"))):
+        if options.get(name, allowed[0]) not in allowed:
+            raise ConfigError(f"{name}={options[name]!r}: give {' or '.join(map(repr, allowed))}")
+    for name in ("deadline_s", "prefill_tokens_per_s"):
+        if (number := options.get(name)) is not None and not 0 < number < float("inf"):
+            raise ConfigError(f"{name}={number!r}: give a number above 0")
 
 
 def _tier(name: str, store: Store, settings: Settings) -> Tier:

@@ -271,10 +271,14 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, tuple[Any, st
         for name, value in environment.items()
         if name.startswith(ENV_PREFIX)
         and name != CONFIG_FILE_VARIABLE
-        and not (_SERVICE_LINK.search(name) or _LINKED_PORT.match(value))
+        and not (_SERVICE_LINK.search(name) or _is_linked_port(name, value))
     }
     _check_names(values, "environment variable", lambda name: ENV_PREFIX + name.upper())
     return values
+
+
+def _is_linked_port(name: str, value: str) -> bool:
+    return name.endswith("_PORT") and _LINKED_PORT.match(value) is not None
 
 
 def _read_token(file: Path) -> str:

@@ -1,8 +1,9 @@
 """Finds out why the tokens of a prompt hit or miss: the work behind :meth:`kvstore.pool.Pool.explain`.
 
 What follows the hit is explained by its first missing block, in this order: somebody is writing it; it
-was lost, and when; another namespace has more of the prompt; it was never stored. The last tokens,
-which no lease could cover even if they were stored, are a case of their own.
+was lost, by itself or with a block before it, and when; another namespace has more of the prompt; its
+namespace was cleared; it was never stored. The last tokens, which no lease could cover even if they were
+stored, are a case of their own.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from kvstore.blocks import Ids
+    from kvstore.explain import Loss
     from kvstore.namespace import Namespace
     from kvstore.residency import Residency
 
@@ -71,11 +73,10 @@ def _miss(start: int, stop: int, cause: str, detail: str) -> Segment:
 
 def _why(residency: Residency, namespace: Namespace, key: bytes, position: int) -> tuple[str, str]:
     """Cause and detail for block ``position``, which is not in the index."""
-    lost = residency.obituaries.find(namespace.digest, key, namespace.key_bytes, position)
-    if lost is not None:
-        reason, age_s = lost
-        cause, detail = LOSSES[reason]
-        return cause, detail.format(f"{age_s:.0f} s")
+    loss = residency.obituaries.find(namespace.digest, key, namespace.key_bytes, position)
+    width = namespace.layout.block_tokens
+    if loss is not None and loss.reason != "cleared":
+        return _told(loss, position, width)
     others = (
         (tree.match(key).num_blocks, tree.namespace.digest)
         for tree in residency.trees.values()
@@ -86,4 +87,16 @@ def _why(residency: Residency, namespace: Namespace, key: bytes, position: int) 
         return "other_namespace", (
             f"namespace {digest.hex()[:8]} has {blocks} blocks of it: another model, adapter, tenant or salt"
         )
+    if loss is not None:
+        return _told(loss, position, width)
     return "not_stored", "never stored, or lost so long ago that it is forgotten"
+
+
+def _told(loss: Loss, position: int, width: int) -> tuple[str, str]:
+    """Cause and detail of ``loss`` for block ``position``; blocks have ``width`` tokens."""
+    cause, detail = LOSSES[loss.reason]
+    detail = detail.format(f"{loss.age_s:.0f} s")
+    if loss.position < position:
+        back = f"{loss.position * width}-{position * width - 1}"
+        detail += f"; of that, only tokens {back} came back"
+    return cause, detail

@@ -6,7 +6,7 @@ And :class:`Obituaries`, what the pool remembers of blocks that it no longer has
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from xxhash import xxh3_64_intdigest
 
@@ -19,6 +19,9 @@ T = TypeVar("T")
 
 CONTEXT_BYTES = 2048
 """Keys by which an obituary tells prompts apart: 32 blocks of 16 tokens, and at least one block."""
+
+MAX_POSITIONS = 1024
+"""Blocks up to a missing one, itself included, at which its loss may have begun."""
 
 
 @dataclass(frozen=True)
@@ -45,20 +48,38 @@ class Explanation:
     segments: tuple[Segment, ...]
 
 
+class Loss(NamedTuple):
+    """Why a block is not in the index any more."""
+
+    reason: str
+    """As in the counter ``evicted_blocks``."""
+    age_s: float
+    position: int
+    """Of the first block that was lost with it, in the prompt; 0 when the namespace was cleared."""
+
+
+class _Entry(NamedTuple):
+    reason: str
+    at_s: float
+    stop: int
+    """Position behind the last block that was lost."""
+
+
 class Obituaries:
     """Remembers why blocks left the index: one entry for each subtree that was cut off, the newest ones.
 
     An entry is named by a 64-bit xxh3 of the namespace, the position of the first lost block, and the
     keys of the last blocks up to it (``CONTEXT_BYTES``): enough to tell prompts apart for people, at a
-    price that no eviction notices. Single-owner: the pool serialises access.
+    price that no eviction notices. It stands for all blocks that went with that one, down to the
+    deepest of them. Single-owner: the pool serialises access.
     """
 
     def __init__(self, clock: Callable[[], float], max_entries: int = 16384) -> None:
         """Start with no entry; the oldest of more than ``max_entries`` are forgotten."""
         self._clock = clock
         self._max_entries = max_entries
-        self._entries: dict[int, tuple[str, float]] = {}
-        self._cleared: dict[bytes, tuple[str, float]] = {}
+        self._entries: dict[int, _Entry] = {}
+        self._cleared: dict[bytes, _Entry] = {}
 
     def __len__(self) -> int:
         """Entries kept, of subtrees and of namespaces."""
@@ -82,16 +103,20 @@ class Obituaries:
                 context = above.key[len(context) - width :] + context
             position += len(above.blocks)
             above = above.parent
-        self._put(self._entries, _name(digest, position, context), reason)
+        stop = position - keep + len(node.blocks) + _blocks_below(node)
+        name = _name(digest, position, context)
+        if name in self._entries:  # not all that was lost before need have come back
+            stop = max(stop, self._entries[name].stop)
+        self._put(self._entries, name, reason, stop)
 
     def add_cleared(self, digest: bytes) -> None:
         """Note that everything in the namespace ``digest`` is lost."""
-        self._put(self._cleared, digest, "cleared")
+        self._put(self._cleared, digest, "cleared", 0)
 
-    def find(
-        self, digest: bytes, key: bytes, stride: int, position: int
-    ) -> tuple[str, float] | None:
-        """Why block ``position`` of a prompt was lost, and how many seconds ago; None if unknown.
+    def find(self, digest: bytes, key: bytes, stride: int, position: int) -> Loss | None:
+        """Return the newest loss of block ``position`` of a prompt, or None if none is known.
+
+        It may have gone with a block before it, of the last ``MAX_POSITIONS``, that is back by now.
 
         Args:
             digest: of the namespace.
@@ -99,18 +124,30 @@ class Obituaries:
             stride: key bytes of one block.
             position: of the first block that is missing.
         """
-        stop = (position + 1) * stride
-        context = key[max(0, stop - _context_bytes(stride)) : stop]
-        own = self._entries.get(_name(digest, position, context))
-        cleared = self._cleared.get(digest)
-        lost = max((entry for entry in (own, cleared) if entry), key=lambda e: e[1], default=None)
-        return lost and (lost[0], self._clock() - lost[1])
+        width = _context_bytes(stride)
+        newest, found = self._cleared.get(digest), 0
+        for first in range(max(0, position + 1 - MAX_POSITIONS), position + 1):
+            stop = (first + 1) * stride
+            entry = self._entries.get(_name(digest, first, key[max(0, stop - width) : stop]))
+            if entry and entry.stop > position and not (newest and newest.at_s > entry.at_s):
+                newest, found = entry, first
+        return newest and Loss(newest.reason, self._clock() - newest.at_s, found)
 
-    def _put(self, entries: dict[T, tuple[str, float]], name: T, reason: str) -> None:
+    def _put(self, entries: dict[T, _Entry], name: T, reason: str, stop: int) -> None:
         entries.pop(name, None)
-        entries[name] = reason, self._clock()
+        entries[name] = _Entry(reason, self._clock(), stop)
         if len(entries) > self._max_entries:
             del entries[next(iter(entries))]
+
+
+def _blocks_below(node: Node) -> int:
+    """Blocks of the longest way down from the end of ``node``."""
+    longest, ways = 0, [(node, 0)]
+    while ways:
+        above, length = ways.pop()
+        longest = max(longest, length)
+        ways.extend((below, length + len(below.blocks)) for below in above.children.values())
+    return longest
 
 
 def _context_bytes(stride: int) -> int:

@@ -51,22 +51,15 @@ def cgroup_limits(root: Path) -> Iterator[MemoryLimit]:
     """Yield the memory limits of this process's control groups.
 
     Both versions are read, from the process's own group up to the top: a limit set on a parent
-    holds as well.
+    holds as well. Beyond ``memory.high`` nothing fails, but everything is slowed down.
     """
     for directory, version in _cgroups(root):
         names = _FILES[version]
-        limit = read_text(directory / names.limit).strip()
-        if limit.isdigit() and int(limit) < NO_LIMIT_BYTES:
-            used = read_text(directory / names.used).strip()
-            fields = dict(
-                line.split(" ", 1)
-                for line in read_text(directory / "memory.stat").splitlines()
-                if " " in line
-            )
-            cached = int(fields.get(names.cached, 0))
-            in_use = max(0, int(used) - cached) if used.isdigit() else 0
-            source = f"the control group's {directory / names.limit}"
-            yield MemoryLimit(int(limit), max(0, int(limit) - in_use), source)
+        for file in names.limits:
+            limit = read_text(directory / file).strip()
+            if limit.isdigit() and int(limit) < NO_LIMIT_BYTES:
+                available = max(0, int(limit) - _bytes_in_use(directory, names))
+                yield MemoryLimit(int(limit), available, f"the control group's {directory / file}")
 
 
 def meminfo(root: Path) -> dict[str, int]:
@@ -102,15 +95,26 @@ def read_text(path: Path) -> str:
 class _Names:
     """Files of a control group, and the field of ``memory.stat`` that counts reclaimable cache."""
 
-    limit: str
+    limits: tuple[str, ...]
     used: str
     cached: str
 
 
 _FILES = {
-    1: _Names("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-    2: _Names("memory.max", "memory.current", "inactive_file"),
+    1: _Names(("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file"),
+    2: _Names(("memory.high", "memory.max"), "memory.current", "inactive_file"),
 }
+
+
+def _bytes_in_use(directory: Path, names: _Names) -> int:
+    """Return what the control group at ``directory`` uses, without the cache that can be had back."""
+    used = read_text(directory / names.used).strip()
+    fields = dict(
+        line.split(" ", 1)
+        for line in read_text(directory / "memory.stat").splitlines()
+        if " " in line
+    )
+    return max(0, int(used) - int(fields.get(names.cached, 0))) if used.isdigit() else 0
 
 
 def _cgroups(root: Path) -> Iterator[tuple[Path, int]]:

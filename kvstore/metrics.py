@@ -1,15 +1,22 @@
-"""Every metric, in one table. Counters live in the pool as plain integers; they are read on scrape."""
+"""Every metric, in one table. Counters live in the pool as plain integers; they are read on scrape.
+
+A registry exports one open store, one client and one daemon. It keeps none of them alive, and exports
+nothing of those that are closed.
+"""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
 from prometheus_client.registry import Collector
 
+from kvstore.errors import ConfigError
+
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from prometheus_client import CollectorRegistry
     from prometheus_client.core import Metric
@@ -33,7 +40,11 @@ COUNTERS = {
     "stored_blocks": CounterSpec((), "Blocks committed."),
     "aborted_blocks": CounterSpec((), "Blocks reserved and aborted."),
     "refused_blocks": CounterSpec((), "Blocks that found no room."),
-    "evicted_blocks": CounterSpec(("tier", "reason"), "Blocks, or copies, that left a tier."),
+    "evicted_blocks": CounterSpec(
+        ("tier", "reason"),
+        "Blocks that left the store, by the fastest tier that had them; with reason copy_elsewhere, copies "
+        "that made room in a tier while another one has the block.",
+    ),
     "moved_blocks": CounterSpec(("source", "target"), "Blocks copied between tiers."),
     "failed_moves": CounterSpec(
         ("source", "target"), "Blocks whose copy between tiers did not count."
@@ -88,32 +99,71 @@ Counts = Mapping[tuple[str, ...], int]
 """Numbers by name and labels."""
 
 
+class Counting(Protocol):
+    """A client of a daemon."""
+
+    _closed: bool
+
+    def counters(self) -> Counts: ...  # noqa: D102
+
+
 def register(pool: Pool, registry: CollectorRegistry) -> None:
-    """Export the metrics of ``pool`` from ``registry``."""
-    registry.register(_PoolCollector(pool))
+    """Export the metrics of ``pool`` from ``registry`` until it is closed.
+
+    Raises:
+        ConfigError: ``registry`` exports another open pool.
+    """
+    _register(_PoolCollector(pool), registry, "kvstore_lookups_total")
 
 
 def register_daemon(status: Callable[[], DaemonStatus], registry: CollectorRegistry) -> None:
-    """Export what a daemon tells about itself, without its pool."""
-    registry.register(_DaemonCollector(status))
+    """Export what a daemon tells about itself, without its pool.
+
+    Raises:
+        ConfigError: ``registry`` exports another daemon.
+    """
+    _register(_DaemonCollector(status), registry, "kvstore_daemon_requests_total")
 
 
-def register_client(counts: Callable[[], Counts], registry: CollectorRegistry) -> None:
-    """Export the counters of a client, which ``counts`` returns."""
-    registry.register(_ClientCollector(counts))
+def register_client(client: Counting, registry: CollectorRegistry) -> None:
+    """Export the counters of ``client`` from ``registry`` until it is closed.
+
+    Raises:
+        ConfigError: ``registry`` exports another open client.
+    """
+    _register(_ClientCollector(client), registry, "kvstore_client_connects_total")
 
 
-class _PoolCollector(Collector):
+def _register(collector: Collector, registry: CollectorRegistry, sample: str) -> None:
+    """Register ``collector``, which always has ``sample`` while it exports anything."""
+    if registry.get_sample_value(sample) is not None:
+        raise ConfigError(
+            f"the registry exports {sample} of another open store or client: give each its own registry"
+        )
+    registry.register(collector)
+
+
+class _Collector(Collector):
+    """Its names are free for the next one when there is nothing to export any more."""
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
+
+
+class _PoolCollector(_Collector):
     def __init__(self, pool: Pool) -> None:
-        self._pool = pool
+        self._pool = weakref.ref(pool)
 
     def collect(self) -> Iterator[Metric]:
-        stats = self._pool.stats()
+        pool = self._pool()
+        if pool is None or pool.closed:
+            return
+        stats = pool.stats()
         yield from _counters("kvstore_", COUNTERS, stats.counts)
         yield from _gauges(stats)
 
 
-class _DaemonCollector(Collector):
+class _DaemonCollector(_Collector):
     def __init__(self, status: Callable[[], DaemonStatus]) -> None:
         self._status = status
 
@@ -132,12 +182,15 @@ class _DaemonCollector(Collector):
             yield GaugeMetricFamily(f"kvstore_{name}", text, value=float(value))
 
 
-class _ClientCollector(Collector):
-    def __init__(self, counts: Callable[[], Counts]) -> None:
-        self._counts = counts
+class _ClientCollector(_Collector):
+    def __init__(self, client: Counting) -> None:
+        self._client = weakref.ref(client)
 
     def collect(self) -> Iterator[Metric]:
-        yield from _counters("kvstore_client_", CLIENT_COUNTERS, self._counts())
+        client = self._client()
+        if client is None or client._closed:  # noqa: SLF001  (both kinds of client have it)
+            return
+        yield from _counters("kvstore_client_", CLIENT_COUNTERS, client.counters())
 
 
 def _counters(prefix: str, specs: Mapping[str, CounterSpec], counts: Counts) -> Iterator[Metric]:

@@ -138,7 +138,7 @@ class Pool(Upkeep):
         with self._lock:
             self._reap(now)
             found = self._residency.find(namespace, key)
-            ids = found.usable[: None if self._may_hold() else 0]
+            ids = found.usable[: None if self._may_hold(len(found.usable)) else 0]
             found.tree.touch(found.match)
             self._residency.pin(ids)
             tiers, offsets = self._residency.where(ids)
@@ -217,7 +217,7 @@ class Pool(Upkeep):
             self._residency.pin(known)
             wanted = total - len(known)
             allowed = wanted if max_blocks is None else min(wanted, max_blocks)
-            fresh = self._residency.place(namespace, allowed if self._may_hold() else 0)
+            fresh = self._residency.place(namespace, allowed if self._may_hold(allowed) else 0)
             refused = wanted - len(fresh)
             self._counts["refused_blocks",] += refused
             tiers, offsets = self._residency.where(fresh)
@@ -302,6 +302,11 @@ class Pool(Upkeep):
             for tier in self._residency.tiers:
                 tier.store.close()
 
+    @property
+    def closed(self) -> bool:
+        """Whether :meth:`close` was called."""
+        return self._closed
+
     def __enter__(self) -> Pool:
         """Return the pool itself."""
         return self
@@ -316,9 +321,9 @@ class Pool(Upkeep):
     def _counts(self) -> Counter[tuple[str, ...]]:
         return self._residency.counts
 
-    def _may_hold(self) -> bool:
-        """Whether one more lease or reservation may hold blocks; counted when not."""
-        if self._closed:
+    def _may_hold(self, num_blocks: int) -> bool:
+        """Whether one more lease or reservation may hold so many blocks; counted when one is too many."""
+        if self._closed or num_blocks < 1:
             return False
         return self._holds.has_room()
 

@@ -434,6 +434,8 @@ class Residency:
     def discard_corrupt(self, nodes: Iterable[Node], ids: Ids) -> None:
         """Remove blocks whose bytes are not what their writer wrote."""
         ids = ids[self.table.states[ids] == BlockState.READY]
+        if not len(ids):  # evicted meanwhile: nobody will read them
+            return
         self.counts["corrupt_blocks",] += len(ids)
         logger.error("%d blocks do not match their checksums and are dropped", len(ids))
         self.detach(nodes, ids, "corrupt")

@@ -3,7 +3,8 @@
 Denied unless allowed, also for paths that do not exist. With a token, every request but those for
 :data:`OPEN_PATHS` carries it. Without one only this machine is listened to, and a page in a browser
 must not reach it through a host name that its author points here (DNS rebinding): the ``Host`` must
-name this machine. A request that a page of another origin makes is refused in both cases.
+be a usual name of this machine, or the address that the request came to. A request that a page of
+another origin makes is refused in both cases.
 
 Also here, because nothing is further out: at most :data:`MAX_REQUESTS` at once, and failures of the
 application become a problem without details.
@@ -50,7 +51,7 @@ class Guard:
                 await self._app(scope, receive, send)
             return
         is_open = scope["path"] in OPEN_PATHS
-        problem = self._refusal(scope["headers"], needs_token=not is_open)
+        problem = self._refusal(scope, needs_token=not is_open)
         if problem is None and not is_open and self._num_active >= MAX_REQUESTS:
             problem = ProblemError(
                 503,
@@ -67,16 +68,17 @@ class Guard:
         finally:
             self._num_active -= not is_open
 
-    def _refusal(
-        self, headers: list[tuple[bytes, bytes]], *, needs_token: bool
-    ) -> ProblemError | None:
+    def _refusal(self, scope: Scope, *, needs_token: bool) -> ProblemError | None:
+        headers: list[tuple[bytes, bytes]] = scope["headers"]
         hosts = [value.lower() for name, value in headers if name == b"host"]
-        if self._token is None and not (len(hosts) == 1 and _is_local(hosts[0])):
+        local = _local_names(scope)
+        if self._token is None and not (len(hosts) == 1 and _is_one_of(local, hosts[0])):
+            names = b", ".join(sorted(local)).decode()
             return ProblemError(
                 403,
                 "foreign-host",
-                "without a token only requests to localhost, 127.0.0.1 or [::1] are answered: use one of "
-                "these names, or set a token",
+                f"without a token only requests to these hosts are answered: {names}; use one of them, or "
+                "set a token",
             )
         origins = [value.lower() for name, value in headers if name == b"origin"]
         if any(origin.partition(b"://")[2] not in hosts for origin in origins):
@@ -117,10 +119,16 @@ class Guard:
             await problem.response()(scope, receive, send)
 
 
-def _is_local(host: bytes) -> bool:
-    """Whether a ``Host`` header, with any port, names this machine."""
+def _local_names(scope: Scope) -> frozenset[bytes]:
+    """Names of this machine: the usual ones, and the address that this request came to."""
+    address = str((scope.get("server") or ("127.0.0.1", None))[0])
+    return LOCAL_NAMES | {(f"[{address}]" if ":" in address else address).encode()}
+
+
+def _is_one_of(names: frozenset[bytes], host: bytes) -> bool:
+    """Whether a ``Host`` header, with any port, has one of ``names``."""
     name, colon, port = host.rpartition(b":")
-    return host in LOCAL_NAMES or bool(colon and port.isdigit() and name in LOCAL_NAMES)
+    return host in names or bool(colon and port.isdigit() and name in names)
 
 
 def _shows(token: bytes, headers: list[tuple[bytes, bytes]]) -> bool:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections import Counter
-from threading import Thread
 from typing import TYPE_CHECKING, Literal, Self, TypeVar
 
 from kvstore.client.core import Answer, Call, Calls, Connection
-from kvstore.client.dial import Deadline, dial
-from kvstore.errors import LeaseExpiredError, UnavailableError
+from kvstore.client.dial import Deadline, dial, hang_up
+from kvstore.errors import LeaseExpiredError, UnavailableError, UsageError
 from kvstore.protocol import Abort, Held, Release, encode
 
 if TYPE_CHECKING:
@@ -32,7 +32,8 @@ T = TypeVar("T")
 class AsyncClient:
     """A store in a daemon of this host, for one event loop.
 
-    The calls are those of :class:`kvstore.client.blocking.Client`, and so is what happens when the daemon
+    It belongs to the loop and the process of its first call. The calls are those of
+    :class:`kvstore.client.blocking.Client`, and so is what happens when the daemon
     does not answer. Requests are pipelined. ``release`` needs no answer and is an ordinary function, so
     ``with await client.acquire(...) as lease`` works; a reservation is ended by ``await commit`` or
     ``await abort``. A call that is cancelled holds nothing afterwards.
@@ -41,7 +42,7 @@ class AsyncClient:
     def __init__(
         self,
         address: Address,
-        hello: Hello,
+        hello: Callable[[], Hello],
         *,
         on_failure: Literal["miss", "raise"],
         deadlines: Deadlines,
@@ -50,6 +51,7 @@ class AsyncClient:
     ) -> None:
         """Connect at the first call."""
         self._address, self._hello = address, hello
+        self._access = hello().access
         self._on_failure, self._deadlines = on_failure, deadlines
         self._breaker, self._clock = breaker, clock
         self._counts: Counter[tuple[str, ...]] = Counter()
@@ -57,6 +59,8 @@ class AsyncClient:
         self._line: _AsyncLine | None = None
         self._connecting = asyncio.Lock()
         self._closed = False
+        self._process = os.getpid()
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     async def lookup(self, namespace: Namespace, tokens: object) -> int:
         """Return how many leading tokens a lease would cover."""
@@ -82,6 +86,7 @@ class AsyncClient:
             LeaseExpiredError: it ran out, or its connection ended: throw away what was read.
             LeaseNotHeldError: it was released before, or is not of this client.
         """
+        self._check_process()
         found = self._calls.release(lease)
         if found is None:
             return
@@ -99,7 +104,7 @@ class AsyncClient:
 
     async def reserve(self, namespace: Namespace, tokens: object) -> Reservation:
         """Get slots for the blocks that no one holds or writes yet; none with ``access="read"``."""
-        if self._hello.access == "read":
+        if self._access == "read":
             return self._calls.no_reservation(namespace, "read_only")
         return await self._run(self._calls.reserve(namespace, tokens))
 
@@ -161,6 +166,12 @@ class AsyncClient:
 
     async def _run(self, call: Call[T]) -> T:
         """Make ``call``: the one place where a daemon that fails becomes a counted miss."""
+        self._check_process()
+        self._loop = self._loop or asyncio.get_running_loop()
+        if self._loop is not asyncio.get_running_loop():
+            raise UsageError(
+                "an asyncio client belongs to the loop of its first call: make another"
+            )
         self._counts["calls", call.name] += 1
         try:
             return await self._ask(call)
@@ -169,6 +180,10 @@ class AsyncClient:
             if call.missing is None or self._on_failure == "raise":
                 raise
             return call.missing(error.reason)
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._process:
+            raise UsageError("an asyncio client does not survive a fork: make another in the child")
 
     async def _ask(self, call: Call[T]) -> T:
         seconds = max(self._deadlines(call.num_tokens), call.least_s)
@@ -189,38 +204,44 @@ class AsyncClient:
 
     async def _connected(self, deadline: Deadline) -> _AsyncLine:
         try:
-            async with asyncio.timeout(deadline.left_s()), self._connecting:
-                if self._line is not None and self._line.connection.failure is None:
-                    return self._line
-                if self._closed:
-                    raise UnavailableError("closed", "the client was closed")
-                self._breaker.check()
-                return await self._connect(deadline)
+            async with asyncio.timeout(deadline.left_s()):
+                await self._connecting.acquire()
         except TimeoutError:
-            raise UnavailableError("timeout", "the daemon does not answer") from None
+            raise UnavailableError("timeout", "another task is still connecting") from None
+        try:
+            if self._line is not None and self._line.connection.failure is None:
+                return self._line
+            if self._closed:
+                raise UnavailableError("closed", "the client was closed")
+            self._breaker.check()
+            return await self._connect(deadline)
+        finally:
+            self._connecting.release()
 
     async def _connect(self, deadline: Deadline) -> _AsyncLine:
         if self._line is not None:
             await self._line.join()  # memory of a restarted daemon is not needed twice
         loop = asyncio.get_running_loop()
-        dialled = loop.run_in_executor(None, dial, self._address, self._hello, deadline)
+        dialled = loop.run_in_executor(None, dial, self._address, self._hello(), deadline)
         try:
             peer, connection = await asyncio.shield(dialled)
         except UnavailableError as error:
             self._breaker.failed(error)
             raise
         except asyncio.CancelledError:  # the thread goes on
-            dialled.add_done_callback(_hang_up)
+            dialled.add_done_callback(_forget)
             raise
-        self._counts["connects",] += 1
-        line = self._line = _AsyncLine(connection, self._lose)
+        if self._closed:
+            hang_up(peer, connection)
+            raise UnavailableError("closed", "the client was closed")
+        line = _AsyncLine(connection, self._lose)
         try:
             await loop.create_connection(lambda: line, sock=peer)
         except BaseException:
-            line.end(UnavailableError("interrupted", "the caller was cancelled"))
-            peer.close()
-            self._line = None
+            hang_up(peer, connection)
             raise
+        self._counts["connects",] += 1
+        self._line = line
         return line
 
     def _lose(self, line: _AsyncLine, failure: UnavailableError) -> None:
@@ -228,12 +249,10 @@ class AsyncClient:
             self._breaker.failed(failure)
 
 
-def _hang_up(dialled: asyncio.Future[tuple[socket.socket, Connection]]) -> None:
+def _forget(dialled: asyncio.Future[tuple[socket.socket, Connection]]) -> None:
     """Close a connection that nobody wants any more."""
     if not dialled.cancelled() and dialled.exception() is None:
-        peer, connection = dialled.result()
-        connection.lose(UnavailableError("interrupted", "the caller was cancelled"))
-        peer.close()
+        hang_up(*dialled.result())
 
 
 class _AsyncLine(asyncio.BufferedProtocol):
@@ -246,8 +265,8 @@ class _AsyncLine(asyncio.BufferedProtocol):
         self._lose = lose
         self._transport: asyncio.Transport | None = None
         self._closed = asyncio.Event()
-        self._prefault = Thread(target=self._provide, name="kvstore-client", daemon=True)
-        self._prefault.start()
+        self._dropping: asyncio.Future[None] | None = None
+        self._preparing = asyncio.get_running_loop().run_in_executor(None, self._prepare)
 
     async def exchange(self, call: Call[T], deadline: Deadline) -> Reply:
         """Send the request of ``call`` and return its answer.
@@ -270,6 +289,10 @@ class _AsyncLine(asyncio.BufferedProtocol):
         try:
             async with asyncio.timeout(left_s):
                 return await future
+        except asyncio.CancelledError:
+            if future.done() and not future.cancelled() and future.exception() is None:
+                self._give_back(call.name, future.result())  # it came in the same turn
+            raise
         except TimeoutError:
             raise UnavailableError(
                 "timeout", "the daemon did not answer within the deadline"
@@ -283,17 +306,22 @@ class _AsyncLine(asyncio.BufferedProtocol):
         return self.connection.failure is None and not self._transport.is_closing()
 
     def end(self, failure: UnavailableError) -> bool:
-        """Drop the mapping and hang up. Returns False when that was done before."""
-        if not self.connection.lose(failure):
+        """Fail the connection, drop the mapping, then hang up. Returns False when that was done before."""
+        if not self.connection.fail(failure):
             return False
+        loop = asyncio.get_running_loop()
+        self._dropping = loop.run_in_executor(None, self.connection.mapping.detach)
+        self._dropping.add_done_callback(self._hang_up)
+        return True
+
+    def _hang_up(self, _: object) -> None:
         if self._transport is not None:
             self._transport.abort()
-        return True
 
     async def join(self) -> None:
         """Wait until the socket is closed."""
         await self._closed.wait()
-        await asyncio.to_thread(self._prefault.join)
+        await asyncio.gather(self._preparing, return_exceptions=True)
 
     # -- asyncio.BufferedProtocol -----------------------------------------------------------------
 
@@ -313,9 +341,15 @@ class _AsyncLine(asyncio.BufferedProtocol):
         except UnavailableError as error:
             self._lose(self, error)
 
-    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
-        """Note the end."""
+    def eof_received(self) -> bool:
+        """Note the end; the transport stays open until the mapping is gone."""
         self._lose(self, UnavailableError("lost", "the daemon is gone"))
+        return True
+
+    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
+        """Note the end. The socket is closed after this."""
+        self._lose(self, UnavailableError("lost", "the daemon is gone"))
+        self.connection.mapping.detach()
         self._closed.set()
 
     # -- inner ----------------------------------------------------------------------------------
@@ -331,7 +365,7 @@ class _AsyncLine(asyncio.BufferedProtocol):
                     self.connection.begin(lambda number: Abort(number, held), lambda _: None)
                 )
 
-    def _provide(self) -> None:
+    def _prepare(self) -> None:
         try:
             self.connection.mapping.prefault()
             self.connection.mapping.pin()

@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 from kvstore.client.core import Answer, Call, Calls, Connection
-from kvstore.client.dial import Deadline, dial
+from kvstore.client.dial import Deadline, dial, hang_up
 from kvstore.errors import LeaseExpiredError, UnavailableError
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class Client:
     def __init__(
         self,
         address: Address,
-        hello: Hello,
+        hello: Callable[[], Hello],
         *,
         on_failure: Literal["miss", "raise"],
         deadlines: Deadlines,
@@ -67,6 +67,7 @@ class Client:
     ) -> None:
         """Connect if the daemon is there; if it is not, that is counted (or raised)."""
         self._address, self._hello = address, hello
+        self._access = hello().access
         self._on_failure, self._deadlines = on_failure, deadlines
         self._breaker, self._clock = breaker, clock
         self._counts: Counter[tuple[str, ...]] = Counter()
@@ -130,7 +131,7 @@ class Client:
 
     def reserve(self, namespace: Namespace, tokens: object) -> Reservation:
         """Get slots for the blocks that no one holds or writes yet; none with ``access="read"``."""
-        if self._hello.access == "read":
+        if self._access == "read":
             return self._calls.no_reservation(namespace, "read_only")
         return self._run(self._calls.reserve(namespace, tokens))
 
@@ -187,6 +188,12 @@ class Client:
             self._lose(line, UnavailableError("closed", "the client was closed"))
             line.join()
 
+    def __del__(self) -> None:
+        """Let go of the connection also when nobody closed the client."""
+        line = getattr(self, "_line", None)
+        if line is not None:
+            line.end(UnavailableError("closed", "nobody uses the client any more"))
+
     def __enter__(self) -> Client:
         """Return the client itself."""
         return self
@@ -230,6 +237,8 @@ class Client:
     def _tell(self, connection: Connection, frame: bytes, namespace: Namespace) -> None:
         """Send ``frame`` on ``connection``, which must be there until now."""
         line = self._line
+        if connection.failure is not None:  # from then on zeros may have been read
+            raise connection.failure
         if line is None or line.connection is not connection:
             raise UnavailableError("lost", "the connection on which it was held has ended")
         deadline = self._deadline(0)
@@ -263,22 +272,35 @@ class Client:
 
     def _connect(self, deadline: Deadline) -> _Line:
         if self._line is not None:
-            self._line.join()  # memory of a restarted daemon is not needed twice
+            self._line.join(deadline.left_s())  # memory of a restarted daemon is not needed twice
             self._line = None
         try:
-            peer, connection = dial(self._address, self._hello, deadline)
+            peer, connection = dial(self._address, self._hello(), deadline)
+            line = self._new_line(peer, connection)
         except UnavailableError as error:
-            self._breaker.failed(error)
+            if error.reason != "closed":
+                self._breaker.failed(error)
             raise
-        logger.info("connected to node %s at %s", connection.welcome.node, self._address)
+        welcome = connection.welcome
+        logger.info("connected to node %s at %s", welcome.node, self._address)
         self._counts["connects",] += 1
-        if self._counts["connects",] > 1 and connection.welcome.block_tokens != self.block_tokens:
+        if self._counts["connects",] > 1 and welcome.block_tokens != self.block_tokens:
             logger.warning(
                 "the daemon at %s has blocks of %d tokens, this client goes on with %d",
-                *(self._address, connection.welcome.block_tokens, self.block_tokens),
+                *(self._address, welcome.block_tokens, self.block_tokens),
             )
-        line = self._line = _Line(peer, connection, self._lose)
+        self._line = line
         return line
+
+    def _new_line(self, peer: socket.socket, connection: Connection) -> _Line:
+        if self._closed:
+            hang_up(peer, connection)
+            raise UnavailableError("closed", "the client was closed")
+        try:
+            return _Line(peer, connection, weakref.WeakMethod(self._lose))
+        except (RuntimeError, OSError) as error:
+            hang_up(peer, connection)
+            raise UnavailableError("refused", f"this process has no thread left: {error}") from None
 
     def _lose(self, line: _Line, failure: UnavailableError) -> None:
         """End ``line``, once; the next call connects anew, when the breaker allows it."""
@@ -298,15 +320,15 @@ class Client:
 
 
 class _Line:
-    """A connection and its socket, shared by threads."""
+    """A connection and its socket, shared by threads. Only its own thread closes it."""
 
     def __init__(
         self,
         peer: socket.socket,
         connection: Connection,
-        lose: Callable[[_Line, UnavailableError], None],
+        lose: weakref.WeakMethod[Callable[[_Line, UnavailableError], None]],
     ) -> None:
-        """Take over both, and watch for the end."""
+        """Take over both, and watch for the end. Raises RuntimeError when no thread can be had."""
         self.connection = connection
         self._peer, self._lose = peer, lose
         self._sending = threading.Lock()
@@ -317,8 +339,13 @@ class _Line:
         self._readable.register(peer, select.POLLIN)
         peer.setblocking(True)  # noqa: FBT003 - one system call where poll and receive are two
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(RECEIVE_S))
+        self._ended = os.eventfd(0, os.EFD_CLOEXEC)
         self._watcher = threading.Thread(target=self._watch, name="kvstore-client", daemon=True)
-        self._watcher.start()
+        try:
+            self._watcher.start()
+        except RuntimeError:
+            os.close(self._ended)
+            raise
 
     def exchange(self, request: Callable[[int], Message], deadline: Deadline) -> Reply:
         """Send a request and return its answer.
@@ -352,25 +379,29 @@ class _Line:
             self._sending.release()
 
     def end(self, failure: UnavailableError) -> bool:
-        """Drop the mapping, wake all who wait, hang up. Returns False when that was done before."""
-        if not self.connection.lose(failure):
+        """Fail the connection, and have its thread drop the mapping and hang up.
+
+        Returns False when that was done before. Never waits.
+        """
+        if not self.connection.fail(failure):
             return False
-        with suppress(OSError):  # the daemon may have hung up
-            self._peer.shutdown(socket.SHUT_RDWR)  # threads in poll wake up; the watcher closes
         with self._changed:
+            if self._ended >= 0:
+                os.eventfd_write(self._ended, 1)
             self._changed.notify_all()
         return True
 
-    def join(self) -> None:
-        """Wait until the socket of an ended line is closed."""
+    def join(self, timeout_s: float | None = None) -> None:
+        """Wait until the mapping of an ended line is gone. Raises :class:`UnavailableError`."""
         if threading.current_thread() is not self._watcher:
-            self._watcher.join()
+            self._watcher.join(timeout_s)
+            if self._watcher.is_alive():
+                raise UnavailableError("timeout", "the memory of the last connection is still held")
 
     def abandon(self) -> None:
-        """In the child of a fork: close this process's copies without a word to the daemon."""
-        with suppress(OSError):
-            os.close(self._peer.detach())
-        self.connection.mapping.forked()
+        """In the child of a fork: close this process's copy."""
+        if self._ended >= 0:
+            os.close(self._ended)
 
     def _wait(self, got: list[Reply | UnavailableError], deadline: Deadline) -> None:
         """Wait until ``got`` has an item: receive, or let the thread that does deliver it."""
@@ -413,13 +444,46 @@ class _Line:
         with suppress(OSError, RuntimeError):  # without it, copies are slower at first
             self.connection.mapping.prefault()
             self.connection.mapping.pin()
-        hung_up = select.poll()
-        hung_up.register(self._peer, select.POLLRDHUP)
-        while not hung_up.poll():
+        ending = select.poll()
+        ending.register(self._peer, select.POLLRDHUP)
+        ending.register(self._ended, select.POLLIN)
+        while not ending.poll():
             pass
-        self._lose(self, UnavailableError("lost", "the daemon is gone"))
+        failure = self._last_words()
+        lose = self._lose()
+        if lose is not None:
+            lose(self, failure)
+        self.connection.fail(failure)
+        self.connection.mapping.detach()
+        with suppress(OSError):  # the daemon may have hung up
+            self._peer.shutdown(socket.SHUT_RDWR)  # who is still in a system call returns
+        with self._changed:
+            os.close(self._ended)
+            self._ended = -1
         with self._sending:
             self._peer.close()
+
+    def _last_words(self) -> UnavailableError:
+        """Return why the daemon hung up, if it said so."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._has_receiver, RECEIVE_S)
+            if self._has_receiver or self.connection.failure is not None:
+                return self.connection.failure or UnavailableError("lost", "the daemon is gone")
+            self._has_receiver = True
+        try:
+            while number := self._peer.recv_into(
+                self.connection.reader.buffer(), 0, socket.MSG_DONTWAIT
+            ):
+                self.connection.received(number)
+        except UnavailableError as error:
+            return error
+        except OSError:
+            pass
+        finally:
+            with self._changed:
+                self._has_receiver = False
+                self._changed.notify_all()
+        return UnavailableError("lost", "the daemon is gone")
 
 
 def _timeval(seconds: float) -> bytes:

@@ -1,10 +1,11 @@
 """A client without its input and output: what both faces share.
 
 A :class:`Call` is a request as a value, with what its answer means and what stands for it when no
-answer comes. A :class:`Connection` is what is known about one connection; when it ends, for whatever
-reason, its mapping of the arena is replaced by zeros *before* the socket is closed. So the end of a
-socket tells the daemon that this process writes to none of its slots any more, and what was read
-meanwhile is thrown away, because its lease can no longer be released.
+answer comes. A :class:`Connection` is what is known about one connection. When it ends, for whatever
+reason, three things happen in this order: it is marked as failed, its mapping of the arena is replaced
+by zeros, its socket is closed. So a lease whose connection has not failed when it is released was read
+from the daemon's memory, and the end of a socket tells the daemon that this process writes to none of
+its slots any more.
 """
 
 from __future__ import annotations
@@ -236,17 +237,16 @@ class Connection:
         except ProtocolError as error:
             raise UnavailableError("protocol", f"{self.address} sent {error}") from None
 
-    def lose(self, failure: UnavailableError) -> bool:
-        """End it: drop the mapping, and tell who waits. Close the socket after this, not before.
+    def fail(self, failure: UnavailableError) -> bool:
+        """Mark it as failed, and tell who waits. Drop the mapping after this, then close the socket.
 
-        Returns False when it had ended already.
+        Returns False when it had failed already.
         """
         with self._lock:
             if self.failure is not None:
                 return False
             self.failure = failure
             waiting, self._waiting = self._waiting, {}
-        self.mapping.detach()
         for deliver in waiting.values():
             deliver(failure)
         return True

@@ -7,7 +7,8 @@ import errno
 import os
 import socket
 import struct
-from contextlib import ExitStack
+import weakref
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
 
     from kvstore.client.core import Address
     from kvstore.protocol import Hello
+
+PEERS: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+"""Sockets of this process that lead, or may lead, to a daemon."""
 
 PEER = struct.Struct("3i")
 """What ``SO_PEERCRED`` gives: process, user and group."""
@@ -79,6 +83,13 @@ def dial(address: Address, hello: Hello, deadline: Deadline) -> tuple[socket.soc
     return peer, Connection(address, welcome, mapping)
 
 
+def hang_up(peer: socket.socket, connection: Connection) -> None:
+    """End a connection that nobody has used, in the order that matters."""
+    connection.fail(UnavailableError("closed", "nobody uses the connection"))
+    connection.mapping.detach()
+    peer.close()
+
+
 def _connect(address: Address, deadline: Deadline) -> socket.socket:
     family = (
         socket.AF_UNIX
@@ -88,6 +99,7 @@ def _connect(address: Address, deadline: Deadline) -> socket.socket:
         else socket.AF_INET
     )
     peer = socket.socket(family, socket.SOCK_STREAM)
+    PEERS.add(peer)
     try:
         peer.settimeout(deadline.left_s())
         peer.connect(address.path or (address.host, address.port))
@@ -151,7 +163,9 @@ def _shake_hands(
 def _receive(peer: socket.socket, reader: FrameReader, descriptors: list[int]) -> None:
     """Receive bytes, and descriptors that come with them."""
     size = array.array("i").itemsize
-    number, messages, _, _ = peer.recvmsg_into([reader.buffer()], socket.CMSG_SPACE(4 * size))
+    number, messages, _, _ = peer.recvmsg_into(
+        [reader.buffer()], socket.CMSG_SPACE(4 * size), socket.MSG_CMSG_CLOEXEC
+    )
     for level, kind, data in messages:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
             whole = len(data) // size * size
@@ -180,3 +194,13 @@ def _open_arena(welcome: Welcome, hello: Hello) -> int:
             "refused", f"process {welcome.pid} of this host is not the daemon; use its unix socket"
         )
     return descriptor
+
+
+def _after_fork() -> None:
+    """In the child of a fork: an inherited socket would hide from the daemon that the parent has ended."""
+    for peer in list(PEERS):
+        with suppress(OSError):
+            os.close(peer.detach())
+
+
+os.register_at_fork(after_in_child=_after_fork)

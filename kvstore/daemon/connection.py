@@ -157,6 +157,13 @@ class Connection(asyncio.BufferedProtocol):
             self._done = True
             logger.error("client %r: its slots are lost until the end: %r", self.client, exc)
 
+    def settle(self, now: float) -> None:
+        """Forget the leases that ran out before ``now``, and a dropped client that holds nothing more."""
+        self.session.forget_expired(now)
+        if self._left is not None and not self.session.num_held:
+            self._forget_left()
+            self._forget()
+
     # -- called by the daemon -------------------------------------------------------------------
 
     def close(self) -> None:
@@ -267,6 +274,10 @@ class Connection(asyncio.BufferedProtocol):
         self._shared.counts["dropped_clients"] += 1
         self._shared.counts[counter] += 1
         logger.warning("client %r dropped: %s", self.client, reason)
+        if not self.session.num_held:
+            _shut_down(self._peer, socket.SHUT_RDWR)
+            self._transport.abort()
+            return
         _shut_down(self._peer, socket.SHUT_WR)
         self._transport.abort()
         self._left = socket.socket(fileno=self._peer.detach())  # the transport must not close it
@@ -306,7 +317,7 @@ class Connection(asyncio.BufferedProtocol):
         self._forget()
 
     def _forget(self) -> None:
-        if self._lost and not self.session.num_held:
+        if self._lost and self._left is None and not self.session.num_held:
             self._shared.open.discard(self)
 
 

@@ -106,7 +106,25 @@ class SocketPlace:
                 f"socket={self.path}: what is there is no socket of this user: remove it, or choose "
                 "another path"
             )
+        if _answers(self.path):  # its lock file was removed
+            raise ConfigError(
+                f"socket={self.path}: a daemon that nobody locked out serves there: stop it, or choose "
+                "another path"
+            )
         self.path.unlink()
+
+
+def _answers(path: Path) -> bool:
+    """Whether somebody accepts connections at ``path``."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as caller:
+        caller.setblocking(False)  # noqa: FBT003
+        try:
+            caller.connect(os.fspath(path))
+        except BlockingIOError:  # its queue is full
+            return True
+        except OSError:
+            return False
+    return True
 
 
 def _lock(path: Path) -> int:

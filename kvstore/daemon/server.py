@@ -146,8 +146,8 @@ class Server:
         self._ticking = self._loop.call_later(TICK_S, self._tick)
         self._pool.reap()
         now = self._clock()
-        for connection in self._shared.open:
-            connection.session.forget_expired(now)
+        for connection in list(self._shared.open):
+            connection.settle(now)
 
     def _accept(self, listener: socket.socket) -> None:
         for _ in range(ACCEPTED_A_TURN):

@@ -75,7 +75,8 @@ class Region:
         """
         self.num_bytes = num_bytes
         self._access = access
-        shared = mmap.MAP_SHARED if descriptor >= 0 else mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        self._is_shared = descriptor >= 0
+        shared = mmap.MAP_SHARED if self._is_shared else mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if access == "write" else 0)
         self.address = _reserve(num_bytes, alignment)
         weakref.finalize(self, _libc.munmap, self.address, num_bytes).atexit = False
@@ -122,25 +123,35 @@ class Region:
     def replace_by_zeros(self) -> None:
         """Put private zeros, read- and writeable, in the place of what is mapped.
 
-        The memory that was there is given back, and whoever still looks at the region sees zeros. Where
-        the system promises no more memory than it has, they are readable only.
+        The memory that was there is given back, and whoever still looks at the region sees zeros.
 
         Raises:
             OSError: not even address space is left.
         """
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED
+        protection = mmap.PROT_READ | mmap.PROT_WRITE
         try:
-            _map(self.address, self.num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1)
-        except OSError:
-            _map(self.address, self.num_bytes, mmap.PROT_READ, flags, -1)
+            _map(self.address, self.num_bytes, protection, flags, -1)
+        except OSError:  # a system that promises no more than it has; files are taken page by page
+            descriptor = os.memfd_create("kvstore-void", os.MFD_CLOEXEC)
+            try:
+                os.ftruncate(descriptor, self.num_bytes)
+                shared = mmap.MAP_SHARED | _MAP_NORESERVE | _MAP_FIXED
+                _map(self.address, self.num_bytes, protection, shared, descriptor)
+            finally:
+                os.close(descriptor)
 
     def _touch(self, start: int, stop: int) -> None:
-        """Do what ``populate`` does on older kernels: the first byte of each page keeps its value."""
+        """Do what ``populate`` does on older kernels.
+
+        Reading gets a page of shared memory, in which others may be writing; private memory must be
+        written to.
+        """
         pages = self.array()[start : stop : mmap.PAGESIZE]
-        if self._access == "write":
-            pages |= 0
-        else:
+        if self._is_shared:
             pages.max()
+        else:
+            pages |= 0
 
 
 def cuda_is_present() -> bool:

@@ -11,6 +11,7 @@ import fcntl
 import logging
 import os
 import re
+import weakref
 from pathlib import Path
 from threading import Event, Lock, Thread
 from typing import TYPE_CHECKING, Literal
@@ -163,6 +164,7 @@ class ClientMapping:
         self._stop = Event()
         self._prefaulting: Thread | None = None
         self._pinned = False
+        _MAPPINGS.add(self)
 
     @property
     def buffer(self) -> NDArray[np.uint8]:
@@ -177,8 +179,9 @@ class ClientMapping:
         with self._lock:
             if self._prefaulting or not self._resident or self._stop.is_set():
                 return
-            self._prefaulting = Thread(target=self._prefault, name="kvstore-prefault", daemon=True)
-            self._prefaulting.start()
+            thread = Thread(target=self._prefault, name="kvstore-prefault", daemon=True)
+            thread.start()
+            self._prefaulting = thread
 
     def pin(self) -> bool:
         """Page-lock the memory for CUDA, where this process uses it; waits until that is done.
@@ -207,14 +210,20 @@ class ClientMapping:
             if not self._stop.is_set():
                 self._stop.set()
                 if self._pinned:
-                    cuda_unregister(self._region.address)
+                    try:
+                        cuda_unregister(self._region.address)
+                    except RuntimeError:  # after any earlier error of the device
+                        logger.exception("CUDA did not let go of the daemon's memory")
                     self._pinned = False
                 self._region.replace_by_zeros()
         if self._prefaulting:
             self._prefaulting.join()
 
     def forked(self) -> None:
-        """In the child of a fork: put zeros in place, whatever the parent's threads were doing."""
+        """In the child of a fork: put zeros in place, whatever the parent's threads were doing.
+
+        A child would keep the memory of a daemon that has ended, and write where others write.
+        """
         self._lock = Lock()
         self._stop.set()
         self._region.replace_by_zeros()
@@ -226,6 +235,17 @@ class ClientMapping:
                     return
         except OSError as error:  # the pages come when they are first used
             logger.warning("the daemon's memory could not be mapped ahead: %s", error)
+
+
+_MAPPINGS: weakref.WeakSet[ClientMapping] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for mapping in list(_MAPPINGS):
+        mapping.forked()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def huge_page_bytes(smaps: str, start: int, num_bytes: int) -> int:

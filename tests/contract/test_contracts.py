@@ -91,6 +91,21 @@ class TestMovers:
         assert done == [1]
 
 
+def test_a_closed_thread_mover_has_run_what_waited():
+    mover = ThreadMover(1000)
+    done = []
+
+    def wait_for_close():
+        while mover.has_room():
+            pass
+
+    mover.submit(wait_for_close)
+    for number in range(500):
+        assert mover.submit(lambda number=number: done.append(number))
+    mover.close()
+    assert done == list(range(500))
+
+
 def test_a_full_thread_mover_refuses_and_recovers():
     mover = ThreadMover(2)
     go = threading.Event()

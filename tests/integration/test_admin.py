@@ -640,11 +640,39 @@ class TestWithoutToken:
             answer.begin()
             problem((answer.status, answer.headers, json.loads(answer.read())), 403, "foreign-host")
 
+    @pytest.mark.parametrize("address", ["127.0.0.2", "::1"])
+    def test_the_address_that_is_listened_on(self, pool, address):
+        running = AdminServer(create_app(make_source(pool)), address, 0)
+        try:
+            for host in (f"[{address}]" if ":" in address else address, "localhost"):
+                for name in (host, f"{host}:{running.address[1]}"):
+                    assert ask(running, "GET", "/v1/status", headers={"Host": name})[0] == 200
+            for name in ("127.0.0.3", f"{address}.example.com"):
+                answer = ask(running, "GET", "/v1/status", headers={"Host": name})
+                assert "127.0.0.1" in problem(answer, 403, "foreign-host")["detail"]
+        finally:
+            running.close()
+
     @pytest.mark.parametrize(
-        "origin", ["https://example.com", "null", "http://localhost:1", "", "x"]
+        "origin",
+        [
+            "https://example.com",
+            "null",
+            "http://localhost:1",
+            "",
+            "x",
+            *(
+                "http://evil{host}",
+                "http://evil.{host}",
+                "http://{host}.evil",
+                "http://evil@{host}",
+            ),
+        ],
     )
     def test_pages_of_other_sites(self, admin, pool, origin):
         put(pool, range(8))
+        host, port = admin.address
+        origin = origin.format(host=f"{host}:{port}")
         answer = ask(
             admin, "POST", "/v1/prefixes:evict", prefix(range(8)), headers={"Origin": origin}
         )

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, generate_latest
 
 import kvstore
 from kvstore.errors import (
+    ConfigError,
     LeaseExpiredError,
     LeaseNotHeldError,
     UnavailableError,
@@ -503,10 +504,28 @@ def test_counters_are_exported(daemon):
         hit(store, range(9))
         lease = store.acquire(NAMESPACE, range(9))
         store.release(lease)
+        labels = {"call": "acquire"}
+        assert registry.get_sample_value("kvstore_client_calls_total", labels) == 2
+        assert registry.get_sample_value("kvstore_client_connects_total") == 1
+        with pytest.raises(ConfigError, match="give each its own registry"):
+            kvstore.connect(daemon.url, registry=registry)
     assert store.acquire(NAMESPACE, range(9)).failure == "closed"
-    labels = {"call": "acquire"}
-    assert registry.get_sample_value("kvstore_client_calls_total", labels) == 3
-    assert registry.get_sample_value("kvstore_client_connects_total") == 1
-    labels["reason"] = "closed"
-    assert registry.get_sample_value("kvstore_client_failures_total", labels) == 1
+    assert store.counters()["failures", "acquire", "closed"] == 1
     assert {key[0] for key in store.counters()} <= set(CLIENT_COUNTERS)
+    assert "kvstore" not in generate_latest(registry).decode()
+    with kvstore.connect(daemon.url, registry=registry):
+        assert registry.get_sample_value("kvstore_client_connects_total") == 1
+
+
+def test_counters_of_an_asyncio_client_are_exported_until_it_is_closed(daemon):
+    registry = CollectorRegistry()
+
+    async def use():
+        async with kvstore.connect_async(daemon.url, registry=registry) as store:
+            await store.lookup(NAMESPACE, range(9))
+            assert registry.get_sample_value("kvstore_client_connects_total") == 1
+            with pytest.raises(ConfigError, match="give each its own registry"):
+                kvstore.connect_async(daemon.url, registry=registry)
+        assert registry.get_sample_value("kvstore_client_connects_total") is None
+
+    asyncio.run(use())

@@ -278,6 +278,15 @@ class TestServe:
         assert "cannot be had" in process.lines[-1]
         assert not process.path.exists()
 
+    def test_more_memory_than_the_machine_has(self, serve):
+        process = serve("--dram=100000TiB")
+        assert process.wait() == 3
+        told = re.search(r"([\d.]+) GiB .* are more than the ([\d.]+) GiB", process.lines[-1])
+        assert told, process.lines
+        assert float(told[1]) == 100_000 * 1024 > float(told[2]) > 0
+        assert "give dram" in process.lines[-1]
+        assert not process.path.exists()
+
     def test_tcp_clients_need_the_token(self, serve, tmp_path):
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]

@@ -237,6 +237,31 @@ def test_memory_limit_of_a_parent_group_in_version_2(tmp_path: Path) -> None:
     assert host.memory(tmp_path).status == "warn"
 
 
+@pytest.mark.parametrize(
+    ("high", "most", "smaller"),
+    [(1 << 30, "max", "high"), (1 << 30, 2 << 30, "high"), ("max", 2 << 30, "max")],
+)
+def test_where_a_group_is_slowed_down_is_a_limit_too(
+    tmp_path: Path, high: int | str, most: int | str, smaller: str
+) -> None:
+    write(
+        tmp_path,
+        **{
+            "proc/self/cgroup": "0::/box\n",
+            "sys/fs/cgroup/box/memory.max": f"{most}\n",
+            "sys/fs/cgroup/box/memory.high": f"{high}\n",
+            "sys/fs/cgroup/box/memory.current": f"{256 << 20}\n",
+            "proc/meminfo": MEMINFO,
+        },
+    )
+    limit = memory_limit(tmp_path)
+    assert limit is not None
+    size = 1 << 30 if smaller == "high" else 2 << 30
+    assert cgroup_limit_bytes(tmp_path) == limit.limit_bytes == size
+    assert limit.available_bytes == size - (256 << 20)
+    assert limit.source.endswith(f"sys/fs/cgroup/box/memory.{smaller}")
+
+
 def test_memory_limit_in_version_1(tmp_path: Path) -> None:
     write(
         tmp_path,

@@ -156,16 +156,16 @@ class TestConnection:
         feed(line, Number(1, 10), Number(1, 11), Number(99, 1))
         assert [reply.value for reply in got] == [10]
 
-    def test_the_end_reaches_all_who_wait_and_drops_the_mapping_first(self):
+    def test_the_end_reaches_all_who_wait_once(self):
         line, got = connection(), []
         for _ in range(3):
             line.begin(
                 lambda number: Lookup(number, b"", b""),
-                lambda reply: got.append((reply.reason, line.mapping.detached)),
+                lambda reply: got.append(reply.reason),
             )
-        assert line.lose(UnavailableError("lost", "gone"))
-        assert got == [("lost", True)] * 3
-        assert not line.lose(UnavailableError("timeout", "later"))
+        assert line.fail(UnavailableError("lost", "gone"))
+        assert got == ["lost"] * 3
+        assert not line.fail(UnavailableError("timeout", "later"))
         with pytest.raises(UnavailableError) as caught:
             line.begin(lambda number: Lookup(number, b"", b""), got.append)
         assert caught.value.reason == "lost"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import re
@@ -16,8 +17,9 @@ import kvstore
 from kvstore.cli.main import build
 from kvstore.config import Settings, load_settings, load_with_origins, redacted
 from kvstore.errors import ConfigError
-from kvstore.metrics import COUNTERS
+from kvstore.metrics import COUNTERS, register
 from kvstore.namespace import KVLayout, Namespace
+from kvstore.testing import small_pool
 
 TOKEN = "0123456789abcdef-and-more"
 
@@ -331,6 +333,29 @@ def test_metrics_are_those_of_the_table_and_registries_do_not_clash():
         assert "kvstore_stored_blocks_total 0.0" in generate_latest(registries[1]).decode()
 
 
+@pytest.mark.parametrize("auto_describe", [False, True])
+@pytest.mark.parametrize("end", ["close", "forget"])
+def test_a_registry_exports_the_store_that_is_open(auto_describe, end):
+    registry = CollectorRegistry(auto_describe=auto_describe)
+    stores = [small_pool(1)]
+    register(stores[0], registry)
+    if end == "close":
+        stores[0].close()
+    else:
+        stores.clear()
+        gc.collect()
+    assert "kvstore" not in generate_latest(registry).decode()
+    with kvstore.open(dram="1MiB", registry=registry):
+        text = generate_latest(registry).decode()
+        samples = [line.rpartition(" ")[0] for line in text.splitlines()]
+        assert len(samples) == len(set(samples))
+        assert samples.count("kvstore_lookups_total") == 1
+        with pytest.raises(ConfigError, match="give each its own registry"):
+            kvstore.open(dram="1MiB", registry=registry)
+        assert generate_latest(registry).decode() == text
+    assert "kvstore" not in generate_latest(registry).decode()
+
+
 def test_every_counter_of_the_pool_is_in_the_table():
     """Counters are made by use; a name that the table does not know would not be exported."""
     sources = [file.read_text() for file in Path(kvstore.__file__).parent.glob("*.py")]
@@ -354,5 +379,8 @@ def test_service_links_of_kubernetes_are_no_settings():
     }
     assert load_settings({}, links).admin_port is None
     assert load_settings({}, links | {"KVSTORE_ADMIN_PORT": "8200"}).admin_port == 8200
-    with pytest.raises(ConfigError, match="KVSTORE_PORTS"):
-        load_settings({}, {"KVSTORE_PORTS": "80"})
+    for wrong in ({"KVSTORE_PORTS": "80"}, {"KVSTORE_PORTS": "tcp://10.0.0.1:80"}):
+        with pytest.raises(ConfigError, match="KVSTORE_PORTS"):
+            load_settings({}, wrong)
+    with pytest.raises(ConfigError, match="KVSTORE_SOCKET"):
+        load_settings({}, {"KVSTORE_SOCKET": "tcp://10.0.0.1:80"})

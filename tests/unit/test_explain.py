@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvstore.diagnosis import LOSSES, MAX_OTHERS
-from kvstore.explain import Obituaries, Segment
+from kvstore.explain import MAX_POSITIONS, Obituaries, Segment
 from kvstore.namespace import KVLayout, Namespace
 from kvstore.testing import FakeClock, small_pool
 from kvstore.testing.contracts import ClientContract
@@ -136,11 +136,58 @@ def test_what_was_stored_again_hits_and_what_was_lost_last_counts():
     pool.close()
 
 
-def test_losing_comes_before_other_namespaces():
-    other = Namespace(b"w", LAYOUT, salt="pepper")
-    pool = small_pool(16)
+@pytest.mark.parametrize("head", [4, 8, 12])
+def test_what_went_with_its_head_and_did_not_come_back_with_it(head):
+    clock = FakeClock()
+    pool = small_pool(8, clock=clock)
     put(pool, range(16))
+    pool.evict(NAMESPACE, range(4))
+    clock.advance(7)
+    put(pool, range(head))
+    assert fates(pool, range(17))[:2] == [("hit", head), ("evicted", 16 - head)]
+    assert detail(pool, range(17)) == (
+        LOSSES["evicted"][1].format("7 s") + f"; of that, only tokens 0-{head - 1} came back"
+    )
+    grown = range(24)
+    put(pool, range(16))
+    assert fates(pool, grown)[:2] == [("hit", 16), ("not_stored", 4)], "nothing was ever there"
+    pool.close()
+
+
+def test_a_loss_is_told_by_the_newest_one_however_shallow():
+    clock = FakeClock()
+    pool = small_pool(8, clock=clock)
+    put(pool, range(8))
+    pool.abort(pool.reserve(NAMESPACE, range(16)))
+    clock.advance(5)
+    assert fates(pool, range(17))[1] == ("aborted", 8)
+    put(pool, range(16))
+    pool.evict(NAMESPACE, range(4))
+    clock.advance(5)
+    put(pool, range(8))
+    assert fates(pool, range(17))[1] == ("evicted", 8)
+    pool.abort(pool.reserve(NAMESPACE, range(16)))
+    assert fates(pool, range(17))[1] == ("aborted", 8)
+    clock.advance(5)
+    pool.clear()
+    put(pool, range(4))
+    assert fates(pool, range(17))[1] == ("cleared", 12)
+    assert detail(pool, range(17)).endswith("; of that, only tokens 0-3 came back")
+    pool.close()
+
+
+def test_losing_comes_before_other_namespaces_and_clearing_after_them():
+    clock = FakeClock()
+    other = Namespace(b"w", LAYOUT, salt="pepper")
+    pool = small_pool(16, clock=clock)
+    put(pool, range(16))
+    put(pool, range(100, 108))
+    pool.clear()
+    clock.advance(1)
     put(pool, range(16), other)
+    assert fates(pool, range(17))[0] == ("other_namespace", 16), "cleared, of all prompts"
+    assert fates(pool, range(100, 109))[0] == ("cleared", 8)
+    put(pool, range(16))
     pool.evict(NAMESPACE, range(16))
     assert fates(pool, range(17))[0] == ("evicted", 16)
     assert fates(pool, range(17), Namespace(b"x", LAYOUT))[0] == ("other_namespace", 16)
@@ -196,7 +243,7 @@ def test_obituaries_are_bounded_and_the_oldest_go():
     assert len(obituaries) == 20
     found = [obituaries.find(b"d", key, 4, position) for position in range(50)]
     assert [entry is not None for entry in found] == [False] * 40 + [True] * 10
-    assert found[-1] == ("capacity", 1)
+    assert found[-1] == ("capacity", 1, 49)
     assert [
         obituaries.find(position.to_bytes(2, "little"), key, 4, 99) is None
         for position in range(50)
@@ -210,23 +257,46 @@ def test_what_is_lost_again_is_remembered_as_new():
     for position, reason in ((1, "capacity"), (2, "capacity"), (1, "corrupt"), (3, "aborted")):
         obituaries.add(b"d", node, position, reason)
         clock.advance(1)
-    found = [obituaries.find(b"d", key, 4, position) for position in (1, 2, 3)]
-    assert found == [("corrupt", 2), None, ("aborted", 1)]
+    found = [obituaries.find(b"d", key, 4, position) for position in (0, 1, 2, 3, 9, 10)]
+    corrupt, aborted = ("corrupt", 2, 1), ("aborted", 1, 3)
+    assert found == [None, corrupt, corrupt, aborted, aborted, None]
 
 
 def test_an_obituary_is_found_by_namespace_position_and_the_last_blocks():
     obituaries = Obituaries(FakeClock())
     _, node, key = tree_of([7] * 2000)
     obituaries.add(b"d", node, 1500, "capacity")
-    assert obituaries.find(b"d", key, 4, 1500) == ("capacity", 0)
+    lost = "capacity", 0, 1500
+    for position in (1500, 1501, 1999):
+        assert obituaries.find(b"d", key, 4, position) == lost
     assert obituaries.find(b"e", key, 4, 1500) is None
-    for position in (1499, 1501):
-        assert obituaries.find(b"d", key, 4, position) is None, "repetitions are told apart"
+    assert obituaries.find(b"d", key, 4, 1499) is None, "repetitions are told apart"
     far, near = bytearray(key), bytearray(key)
     far[0] ^= 1
     near[1499 * 4] ^= 1
-    assert obituaries.find(b"d", bytes(far), 4, 1500) == ("capacity", 0), "only the last 2 KiB"
+    assert obituaries.find(b"d", bytes(far), 4, 1500) == lost, "only the last 2 KiB"
     assert obituaries.find(b"d", bytes(near), 4, 1500) is None
+
+
+def test_a_loss_reaches_down_to_the_deepest_block_that_went_and_so_far_is_looked_back():
+    tree, _, key = tree_of(range(2000))
+    tree.insert(key[:400] + b"x" * 400, np.arange(3000, 3100, dtype=np.int32))
+    obituaries = Obituaries(FakeClock())
+    (root,) = tree.root.children.values()
+    obituaries.add(b"d", root, 50, "capacity")
+    branch = key[:400] + b"x" * 8000
+    for position, found in ((50, True), (1000, True), (50 + MAX_POSITIONS, False)):
+        assert (obituaries.find(b"d", key, 4, position) is not None) == found, position
+        assert (obituaries.find(b"d", branch, 4, position) is not None) == found, position
+    assert obituaries.find(b"d", key, 4, 49 + MAX_POSITIONS) == ("capacity", 0, 50)
+    tree.trim(root, 0)
+    tree.insert(key[:240], np.arange(60, dtype=np.int32))
+    (root,) = tree.root.children.values()
+    obituaries.add(b"d", root, 50, "evicted")
+    assert obituaries.find(b"d", key, 4, 60) == ("evicted", 0, 50), "what else went is not back"
+    obituaries.add(b"e", root, 50, "evicted")
+    assert obituaries.find(b"e", key, 4, 59) == ("evicted", 0, 50)
+    assert obituaries.find(b"e", key, 4, 60) is None
 
 
 @pytest.mark.parametrize("cuts", [[3], [1, 2, 3], list(range(1, 40)), [600], [511, 512, 513]])
@@ -241,7 +311,9 @@ def test_it_does_not_matter_how_the_tree_is_cut_into_nodes(cuts):
         for keep in {0, len(node.blocks) - 1}:
             obituaries = Obituaries(FakeClock())
             obituaries.add(b"d", node, keep, "capacity")
-            assert obituaries.find(b"d", key, 4, above + keep) == ("capacity", 0)
+            lost = "capacity", 0, above + keep
+            assert obituaries.find(b"d", key, 4, above + keep) == lost
+            assert obituaries.find(b"d", key, 4, 699) == lost, "the last one went with it"
         above += len(node.blocks)
     assert above == 700
 
@@ -250,6 +322,7 @@ def test_a_block_longer_than_the_context_is_its_own_context():
     obituaries = Obituaries(FakeClock())
     _, node, key = tree_of(range(4096), stride=4096)
     obituaries.add(b"d", node, 2, "capacity")
-    assert obituaries.find(b"d", key, 4096, 2) == ("capacity", 0)
-    assert obituaries.find(b"d", b"x" + key[1:], 4096, 2) == ("capacity", 0)
+    lost = "capacity", 0, 2
+    assert obituaries.find(b"d", key, 4096, 2) == lost
+    assert obituaries.find(b"d", b"x" + key[1:], 4096, 2) == lost
     assert obituaries.find(b"d", key[:-4097] + b"x" + key[-4096:], 4096, 3) is None

@@ -10,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from engine_plugin.prefix import PrefixStore, RequestStats  # noqa: E402
-from kvstore.errors import LeaseExpiredError, LeaseNotHeldError  # noqa: E402
+from kvstore.errors import LeaseExpiredError, LeaseNotHeldError, UnavailableError  # noqa: E402
 from kvstore.namespace import KVLayout, Namespace  # noqa: E402
 from kvstore.testing import small_pool  # noqa: E402
 
@@ -56,4 +56,23 @@ def test_a_commit_that_fails_is_counted_as_what_it_was():
         pool.commit = raising(LeaseNotHeldError("ended before"))
         wrapped.save(NAMESPACE, np.arange(100, 109, dtype=np.int32), KV, RequestStats())
         assert wrapped.counts["offload.failed"] == 2
+        assert pool.stats().num_reservations == 0
+
+
+def test_the_reason_of_a_commit_that_ended_the_reservation_is_the_one_that_counts():
+    """Aborting what has ended is refused: that says nothing about why it failed."""
+    with small_pool(4) as pool:
+        wrapped = prefixes(pool)
+        commit = pool.commit
+
+        def lose(reservation):
+            commit(reservation)
+            raise UnavailableError("lost", "the daemon is gone")
+
+        pool.commit = lose
+        wrapped.save(NAMESPACE, TOKENS, KV, RequestStats())
+        assert wrapped.counts == {"offload.lost": 1}
+        wrapped = prefixes(pool, on_failure="raise")
+        with pytest.raises(UnavailableError):
+            wrapped.save(NAMESPACE, np.arange(100, 109, dtype=np.int32), KV, RequestStats())
         assert pool.stats().num_reservations == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import mmap
 import os
 import signal
 import subprocess
@@ -476,19 +477,21 @@ def test_attaching_and_detaching_leaves_nothing():
     assert rss_bytes() < rss + 20 * SIZE
 
 
-def test_zeros_are_readable_where_the_system_promises_no_memory(store, monkeypatch):
+def test_zeros_can_be_written_where_the_system_promises_no_memory(store, monkeypatch):
     real = memory._map
 
     def no_writeable_memory(address, num_bytes, protection, flags, descriptor):
-        if protection & 2:
+        if flags & mmap.MAP_PRIVATE:
             raise OSError(errno.ENOMEM, "Cannot allocate memory")
         return real(address, num_bytes, protection, flags, descriptor)
 
     store.buffer[:] = 5
-    mapping = attach(store)
+    mapping = attach(store, "write")
     monkeypatch.setattr(memory, "_map", no_writeable_memory)
     mapping.detach()
     assert not mapping.buffer.any()
+    mapping.buffer[:] = 7
+    assert (store.buffer == 5).all()
 
 
 # ------------------------------------------------------------------------------ prefault and pin
