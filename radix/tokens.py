@@ -68,7 +68,7 @@ def _from_sequence(ids: Sequence[int]) -> bytes:
     except OverflowError:
         worst = max(ids, key=abs)
         raise TokenError(f"token id {worst} is outside 0 .. {INT32_MAX}") from None
-    if words and (low := min(words)) < 0:
+    if words and (low := int(np.frombuffer(words, np.int32).min())) < 0:
         raise TokenError(f"token id {low} is outside 0 .. {INT32_MAX}")
     if sys.byteorder == "big":
         words.byteswap()

@@ -176,7 +176,7 @@ def run(
     on_ready: Callable[[], None],
     drain_timeout_s: float,
 ) -> None:
-    """Serve until SIGTERM or SIGINT, on the main thread. A second signal ends it at once.
+    """Serve until SIGTERM or SIGINT, on the main thread. A second signal ends the wait for clients.
 
     Args:
         selector: what the event loop waits with.

@@ -14,6 +14,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 import kvstore
+from kvstore.client.blocking import Client
 from kvstore.errors import (
     ConfigError,
     LeaseExpiredError,
@@ -498,7 +499,9 @@ def test_a_long_wait_of_one_client_does_not_keep_others_from_verifying(daemon):
             thread.join()
 
 
-def test_counters_are_exported(daemon):
+def test_counters_are_exported(daemon, monkeypatch):
+    closed, close = [], Client.close
+    monkeypatch.setattr(Client, "close", lambda client: [closed.append(client), close(client)])
     registry = CollectorRegistry()
     with kvstore.connect(daemon.url, registry=registry) as store:
         hit(store, range(9))
@@ -509,6 +512,8 @@ def test_counters_are_exported(daemon):
         assert registry.get_sample_value("kvstore_client_connects_total") == 1
         with pytest.raises(ConfigError, match="give each its own registry"):
             kvstore.connect(daemon.url, registry=registry)
+        assert len(closed) == 1
+        assert store not in closed
     assert store.acquire(NAMESPACE, range(9)).failure == "closed"
     assert store.counters()["failures", "acquire", "closed"] == 1
     assert {key[0] for key in store.counters()} <= set(CLIENT_COUNTERS)

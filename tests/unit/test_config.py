@@ -19,6 +19,7 @@ from kvstore.config import Settings, load_settings, load_with_origins, redacted
 from kvstore.errors import ConfigError
 from kvstore.metrics import COUNTERS, register
 from kvstore.namespace import KVLayout, Namespace
+from kvstore.pool import Pool
 from kvstore.testing import small_pool
 
 TOKEN = "0123456789abcdef-and-more"
@@ -354,6 +355,22 @@ def test_a_registry_exports_the_store_that_is_open(auto_describe, end):
             kvstore.open(dram="1MiB", registry=registry)
         assert generate_latest(registry).decode() == text
     assert "kvstore" not in generate_latest(registry).decode()
+
+
+def test_a_store_that_a_registry_refuses_gives_its_memory_back(monkeypatch):
+    closed, close = [], Pool.close
+
+    def noted(pool):
+        closed.append(pool)
+        close(pool)
+
+    monkeypatch.setattr(Pool, "close", noted)
+    registry = CollectorRegistry()
+    with kvstore.open(dram="1MiB", registry=registry) as store:
+        with pytest.raises(ConfigError):
+            kvstore.open(dram="1MiB", registry=registry)
+        assert len(closed) == 1
+        assert store not in closed
 
 
 def test_every_counter_of_the_pool_is_in_the_table():
