@@ -188,7 +188,7 @@ class _ClientCollector(_Collector):
 
     def collect(self) -> Iterator[Metric]:
         client = self._client()
-        if client is None or client._closed:  # noqa: SLF001  (both kinds of client have it)
+        if client is None or client.closed:  # noqa: SLF001  (both kinds of client have it)
             return
         yield from _counters("kvstore_client_", CLIENT_COUNTERS, client.counters())
 

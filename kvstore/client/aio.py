@@ -143,6 +143,11 @@ class AsyncClient:
         """Return the sizes and counters of the daemon's pool."""
         return (await self.status()).pool
 
+    @property
+    def closed(self) -> bool:
+        """Whether :meth:`close` was called."""
+        return self._closed
+
     def counters(self) -> Counter[tuple[str, ...]]:
         """Return this client's own counters, by the names of ``CLIENT_COUNTERS``."""
         return Counter(self._counts)

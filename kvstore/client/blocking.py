@@ -176,6 +176,11 @@ class Client:
         """Return the sizes and counters of the daemon's pool."""
         return self.status().pool
 
+    @property
+    def closed(self) -> bool:
+        """Whether :meth:`close` was called."""
+        return self._closed
+
     def counters(self) -> Counter[tuple[str, ...]]:
         """Return this client's own counters, by the names of ``CLIENT_COUNTERS``."""
         return Counter(self._counts)

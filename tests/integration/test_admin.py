@@ -877,6 +877,7 @@ class TestDocuments:
 
     def test_the_examples_run(self, admin, pool):
         put(pool, range(16))
+        put(pool, range(100, 116))  # the namespace stays when the example is evicted
         text = REFERENCE.read_text()
         commands = re.findall(r"^curl (.+)$", text.replace("\\\n", ""), re.MULTILINE)
         assert len(commands) >= 6
