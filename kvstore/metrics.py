@@ -102,7 +102,8 @@ Counts = Mapping[tuple[str, ...], int]
 class Counting(Protocol):
     """A client of a daemon."""
 
-    _closed: bool
+    @property
+    def closed(self) -> bool: ...  # noqa: D102
 
     def counters(self) -> Counts: ...  # noqa: D102
 
@@ -188,7 +189,7 @@ class _ClientCollector(_Collector):
 
     def collect(self) -> Iterator[Metric]:
         client = self._client()
-        if client is None or client.closed:  # noqa: SLF001  (both kinds of client have it)
+        if client is None or client.closed:
             return
         yield from _counters("kvstore_client_", CLIENT_COUNTERS, client.counters())
 
