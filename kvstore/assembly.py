@@ -186,7 +186,7 @@ class ClientOptions(TypedDict, total=False):
 
 
 def _client_parts(url: str | None, options: ClientOptions) -> dict[str, Any]:
-    from kvstore.client.core import Breaker, Deadlines, parse_url
+    from kvstore.client.rules import Breaker, Deadlines, parse_url
     from kvstore.protocol import OLDEST_VERSION, VERSION, Hello
 
     _check_options(dict(options))

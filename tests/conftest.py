@@ -49,9 +49,14 @@ def _descriptors() -> set[str]:
     return links
 
 
+def _shared_mappings() -> int:
+    return Path("/proc/self/maps").read_text().count("memfd:kvstore")
+
+
 @pytest.fixture(autouse=True)
 def _nothing_leaks():
     threads, descriptors = set(threading.enumerate()), _descriptors()
+    mappings = _shared_mappings()
     yield
     gc.collect()
     left = [
@@ -64,3 +69,4 @@ def _nothing_leaks():
         link for link in _descriptors() - descriptors if "/dev/shm" in link or "memfd" in link
     }
     assert not opened, f"descriptors left behind: {opened}"
+    assert _shared_mappings() == mappings, "memory of a daemon is still mapped"

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import socket
     from collections.abc import Callable
 
-    from kvstore.client.core import Address, Breaker, Deadlines
+    from kvstore.client.rules import Address, Breaker, Deadlines
     from kvstore.explain import Explanation
     from kvstore.lease import Lease, Reservation
     from kvstore.namespace import Namespace

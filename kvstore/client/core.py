@@ -10,8 +10,6 @@ its slots any more.
 
 from __future__ import annotations
 
-import logging
-import re
 from dataclasses import dataclass, field
 from functools import partial
 from threading import Lock
@@ -20,7 +18,6 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, cast
 import numpy as np
 
 from kvstore.errors import (
-    ConfigError,
     KVStoreError,
     LeaseExpiredError,
     LeaseNotHeldError,
@@ -68,13 +65,12 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from kvstore.client.rules import Address
     from kvstore.interface import KVStore
     from kvstore.namespace import Namespace
     from kvstore.protocol import Message, Welcome
     from kvstore.stats import DaemonStatus
     from kvstore.tiers.shared import ClientMapping
-
-logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -94,95 +90,6 @@ _ERRORS: dict[str, type[KVStoreError]] = {
     "expired": LeaseExpiredError,
     "not_held": LeaseNotHeldError,
 }
-
-
-@dataclass(frozen=True)
-class Address:
-    """Where a daemon listens: a socket's path, or a host and port."""
-
-    path: str | None
-    host: str = ""
-    port: int = 0
-
-    def __str__(self) -> str:
-        """Return the URL."""
-        return f"unix://{self.path}" if self.path else f"tcp://{self.host}:{self.port}"
-
-
-def parse_url(url: str) -> Address:
-    """Return the address that ``url`` names: ``unix:///path`` or ``tcp://127.0.0.1:port``.
-
-    Raises:
-        ConfigError: it names none, or another host: blocks are shared through this one's memory.
-    """
-    if match := re.fullmatch(r"unix://(/.+)", url):
-        return Address(match[1])
-    if match := re.fullmatch(r"tcp://([^:/]+|\[[^]]+\]):(\d{1,5})/?", url):
-        host = match[1].strip("[]")
-        if host in ("localhost", "::1") or re.fullmatch(r"127(\.\d{1,3}){3}", host):
-            return Address(None, host, int(match[2]))
-        raise ConfigError(f"{url!r} is another host: a client and its daemon share memory")
-    raise ConfigError(f"{url!r} is no address: write unix:///path/to.sock or tcp://127.0.0.1:PORT")
-
-
-@dataclass(frozen=True)
-class Deadlines:
-    """How long a call may take: never longer than recomputing the prompt would.
-
-    ``fixed_s`` overrides that for every call.
-    """
-
-    fixed_s: float | None = None
-    prefill_tokens_per_s: float = 10_000.0
-    shortest_s: float = 0.1
-    longest_s: float = 5.0
-
-    def __call__(self, num_tokens: int) -> float:
-        """Return the seconds that a call about ``num_tokens`` may take."""
-        if self.fixed_s is not None:
-            return self.fixed_s
-        recompute_s = num_tokens / self.prefill_tokens_per_s
-        return min(max(recompute_s, self.shortest_s), self.longest_s)
-
-
-class Breaker:
-    """Says when a daemon that failed may be asked again: exponential back-off with jitter.
-
-    The wait is drawn from the upper half of a span that doubles with each failure in a row.
-    """
-
-    def __init__(
-        self,
-        clock: Callable[[], float],
-        random: Callable[[], float],
-        first_s: float = 0.05,
-        longest_s: float = 2.0,
-    ) -> None:
-        """Start closed: anything may be tried. ``random`` draws from 0 to 1."""
-        self._clock, self._random = clock, random
-        self._first_s, self._longest_s = first_s, longest_s
-        self._span_s = 0.0
-        self._retry_at = 0.0
-        self._why = self._reason = ""
-
-    def check(self) -> None:
-        """Raise :class:`UnavailableError`, with what happened last, until the next try may be made."""
-        wait_s = self._retry_at - self._clock()
-        if self._span_s and wait_s > 0:
-            raise UnavailableError("breaker", f"{self._why}; tried again in {wait_s:.2f} s")
-
-    def failed(self, failure: UnavailableError) -> None:
-        """Wait before the next try, longer each time. Each new reason is logged, once."""
-        if failure.reason != self._reason:
-            logger.warning("%s; going on without, and trying again", failure)
-        self._why, self._reason = str(failure), failure.reason
-        self._span_s = min(max(self._first_s, 2 * self._span_s), self._longest_s)
-        self._retry_at = self._clock() + self._span_s * (1 + self._random()) / 2
-
-    def succeeded(self) -> None:
-        """Forget the failures."""
-        self._span_s = 0.0
-        self._reason = ""
 
 
 class Connection:
@@ -314,25 +221,11 @@ class Calls:
 
     def lookup(self, namespace: Namespace, tokens: object) -> Call[int]:
         """See :meth:`kvstore.pool.Pool.lookup`."""
-        prompt = self._prompt(namespace, tokens)
-        return Call(
-            "lookup",
-            lambda number: Lookup(number, prompt.namespace, prompt.key),
-            _number,
-            lambda _: 0,
-            prompt.num_tokens,
-        )
+        return self._number_of(Lookup, namespace, tokens, lambda _: 0)
 
     def prefetch(self, namespace: Namespace, tokens: object) -> Call[int]:
         """See :meth:`kvstore.pool.Pool.prefetch`."""
-        prompt = self._prompt(namespace, tokens)
-        return Call(
-            "prefetch",
-            lambda number: Prefetch(number, prompt.namespace, prompt.key),
-            _number,
-            lambda _: 0,
-            prompt.num_tokens,
-        )
+        return self._number_of(Prefetch, namespace, tokens, lambda _: 0)
 
     def acquire(self, namespace: Namespace, tokens: object) -> Call[Lease]:
         """See :meth:`kvstore.pool.Pool.acquire`."""
@@ -497,14 +390,7 @@ class Calls:
 
     def evict(self, namespace: Namespace, tokens: object) -> Call[int]:
         """See :meth:`kvstore.pool.Pool.evict`."""
-        prompt = self._prompt(namespace, tokens)
-        return Call(
-            "evict",
-            lambda number: Evict(number, prompt.namespace, prompt.key),
-            _number,
-            None,
-            prompt.num_tokens,
-        )
+        return self._number_of(Evict, namespace, tokens, None)
 
     def clear(self) -> Call[int]:
         """See :meth:`kvstore.pool.Pool.clear`."""
@@ -527,6 +413,22 @@ class Calls:
     @property
     def _owner(self) -> KVStore:
         return cast("KVStore", self.store)
+
+    def _number_of(
+        self,
+        kind: type[Lookup | Prefetch | Evict],
+        namespace: Namespace,
+        tokens: object,
+        missing: Callable[[str], int] | None,
+    ) -> Call[int]:
+        prompt = self._prompt(namespace, tokens)
+        return Call(
+            kind.__name__.lower(),
+            lambda number: kind(number, prompt.namespace, prompt.key),
+            _number,
+            missing,
+            prompt.num_tokens,
+        )
 
     def _prompt(self, namespace: Namespace, tokens: object) -> _Prompt:
         key = block_keys(namespace, tokens)

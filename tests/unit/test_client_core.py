@@ -7,14 +7,9 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from kvstore.client.core import (
-    Answer,
-    Breaker,
-    Calls,
-    Connection,
-    Deadlines,
-    parse_url,
-)
+import kvstore
+from kvstore.client.core import Answer, Calls, Connection
+from kvstore.client.rules import Breaker, Deadlines, parse_url
 from kvstore.errors import (
     ConfigError,
     LeaseNotHeldError,
@@ -82,6 +77,21 @@ def test_a_call_may_take_as_long_as_its_tokens_would():
     deadlines = Deadlines(prefill_tokens_per_s=1000, shortest_s=0.1, longest_s=5)
     assert [deadlines(tokens) for tokens in (0, 10, 1000, 10**6)] == [0.1, 0.1, 1.0, 5.0]
     assert Deadlines(fixed_s=0.3)(10**6) == 0.3
+
+
+@pytest.mark.parametrize("connect", [kvstore.connect, kvstore.connect_async])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("deadline_s", value) for value in (0, -1, float("inf"), float("nan"))),
+        *(("prefill_tokens_per_s", value) for value in (0, -1.0, float("inf"), float("nan"))),
+        ("access", "rw"),
+        ("on_failure", "rais"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(connect, name, value):
+    with pytest.raises(ConfigError, match=f"{name}={value!r}: give "):
+        connect("unix:///nowhere", **{name: value})
 
 
 def wait_of(breaker, clock):
@@ -169,6 +179,15 @@ class TestConnection:
         with pytest.raises(UnavailableError) as caught:
             line.begin(lambda number: Lookup(number, b"", b""), got.append)
         assert caught.value.reason == "lost"
+
+    def test_who_is_told_of_the_end_finds_it_marked_and_the_memory_still_there(self):
+        line, seen = connection(), []
+        line.begin(
+            lambda number: Lookup(number, b"", b""),
+            lambda _: seen.append((line.failure.reason, line.mapping.detached)),
+        )
+        line.fail(UnavailableError("lost", "gone"))
+        assert seen == [("lost", False)]
 
     @pytest.mark.parametrize(
         ("sent", "reason"),

@@ -22,7 +22,7 @@ from kvstore.assembly import ClientOptions
 from kvstore.cli import status
 from kvstore.cli.config import setting_text
 from kvstore.cli.main import BUILT_IN
-from kvstore.client.core import Breaker, Deadlines
+from kvstore.client.rules import Breaker, Deadlines
 from kvstore.config import TOKEN_LENGTHS, Settings, default_socket
 from kvstore.daemon import answers, connection
 from kvstore.daemon.handshake import Terms

@@ -199,12 +199,12 @@ def test_memory_that_runs_out_is_a_refusal_with_numbers(monkeypatch):
     assert memfd_links() == []
 
 
-@pytest.mark.parametrize("error", [BrokenPipeError(), KeyboardInterrupt()])
+@pytest.mark.parametrize("error", [BrokenPipeError, KeyboardInterrupt])
 def test_what_stops_the_progress_report_stops_all(error):
     def report(done_bytes):
         raise error
 
-    with pytest.raises(type(error)):
+    with pytest.raises(error):
         SharedDramStore(SIZE, time.monotonic, prefault=True, on_progress=report)
     assert memfd_links() == []
 
@@ -227,6 +227,30 @@ def test_a_kernel_that_cannot_populate_has_its_pages_touched(monkeypatch):
     list(region.populate())
     assert resident_bytes(region.address) == SIZE
     store.close()
+
+
+def test_touching_writes_nothing_where_others_may_be_writing(store, monkeypatch):
+    """Reading a byte and writing it back would undo what another process wrote in between."""
+    real, array = memory._advise, Region.array
+
+    def advise(address, num_bytes, advice):
+        if advice in {22, 23}:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        real(address, num_bytes, advice)
+
+    def read_only(region):
+        view = array(region)
+        view.flags.writeable = False
+        return view
+
+    monkeypatch.setattr(memory, "_advise", advise)
+    private = Region(SIZE)
+    list(private.populate())
+    assert resident_bytes(private.address) == SIZE
+    monkeypatch.setattr(Region, "array", read_only)
+    region = Region(SIZE, descriptor=store.descriptor)
+    list(region.populate())
+    assert resident_bytes(region.address) == SIZE
 
 
 @pytest.mark.parametrize("limit", ["RLIMIT_AS", "RLIMIT_FSIZE"])
@@ -556,11 +580,28 @@ def test_a_client_that_cannot_map_ahead_goes_on(store, monkeypatch, caplog):
     mapping.detach()
 
 
+def test_without_a_thread_for_it_the_memory_is_given_back_all_the_same(store, monkeypatch):
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    store.buffer[:] = 5
+    mapping = attach(store)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="new thread"):
+            mapping.prefault()
+    mapping.prefault()
+    join_prefault(mapping)
+    mapping.detach()
+    assert not mapping.buffer.any()
+
+
 class FakeRuntime:
     """The CUDA runtime; ``seen`` are the first bytes of the memory at the moment of each call."""
 
-    def __init__(self, code=0):
-        self.code, self.calls, self.seen, self.buffer = code, [], [], None
+    def __init__(self, code=0, unregister_code=0):
+        self.code, self.unregister_code = code, unregister_code
+        self.calls, self.seen, self.buffer = [], [], None
 
     def cudaHostRegister(self, address, num_bytes, flags):  # noqa: N802
         self.calls.append(("register", address, num_bytes, flags))
@@ -569,7 +610,7 @@ class FakeRuntime:
     def cudaHostUnregister(self, address):  # noqa: N802
         self.calls.append(("unregister", address))
         self.seen.append(int(self.buffer[0]))
-        return 0
+        return self.unregister_code
 
     def install(self, monkeypatch):
         def forget_error(*_, **__):
@@ -577,7 +618,8 @@ class FakeRuntime:
             raise RuntimeError
 
         def check_error(code):
-            assert code == 0
+            if code:
+                raise RuntimeError(f"CUDA error {code}")
 
         cuda = SimpleNamespace(
             cudart=lambda: self, check_error=check_error, is_available=lambda: True
@@ -599,6 +641,21 @@ def test_memory_is_unpinned_before_it_is_given_back(store, monkeypatch, access, 
     assert runtime.calls == [("register", address, SIZE, flags), ("unregister", address)]
     assert runtime.seen == [5]
     assert not mapping.pin()
+
+
+def test_a_device_that_does_not_let_go_keeps_nothing_mapped(store, monkeypatch, caplog):
+    """Any earlier error of the device is reported once more at that moment."""
+    runtime = FakeRuntime(unregister_code=700)
+    runtime.install(monkeypatch)
+    store.buffer[:] = 5
+    mapping = attach(store, "write")
+    runtime.buffer = mapping.buffer
+    assert mapping.pin()
+    mapping.detach()
+    assert runtime.seen == [5]
+    assert not mapping.buffer.any()
+    assert len(mappings_of(store.identity[2])) == 1
+    assert "CUDA error 700" in caplog.text
 
 
 def test_a_device_that_cannot_pin_is_no_failure(store, monkeypatch, caplog):
