@@ -45,8 +45,9 @@ class _Held:
 
     def slots(self) -> Iterator[Any]:
         """Views of the blocks' bytes, uint8 ``[block_bytes]`` each: numpy arrays, or torch tensors."""
+        buffers, size = self.buffers, self.block_bytes
         for tier, offset in zip(self.tiers.tolist(), self.offsets.tolist(), strict=True):
-            yield self.buffers[tier][offset : offset + self.block_bytes]
+            yield buffers[tier][offset : offset + size]
 
     @property
     def block_bytes(self) -> int:
