@@ -31,6 +31,8 @@ GATE_S = 10.0
 """Longest that anything is held back, so that a test which fails still ends."""
 SOON_S = 4.0
 DEADLINE_S = 0.3
+HEAD_START_S = 0.05
+"""Who could close a socket too early gets so long to do it."""
 LEASE_S = 60.0
 
 
@@ -48,16 +50,18 @@ def daemon(path):
 @pytest.fixture
 def order(monkeypatch):
     """What happened to connections of clients so far: ``failed``, ``zeros``, ``closed``."""
-    log = []
+    log, closed = [], threading.Event()
     fail, replace = Connection.fail, Region.replace_by_zeros
 
     class Watched(socket.socket):
         def shutdown(self, how):
             log.append("closed")
+            closed.set()
             super().shutdown(how)
 
         def close(self):
             log.append("closed")
+            closed.set()
             super().close()
 
     def failing(connection, failure):
@@ -67,6 +71,7 @@ def order(monkeypatch):
         return first
 
     def replacing(region):
+        closed.wait(HEAD_START_S)
         replace(region)
         log.append("zeros")
 
@@ -82,10 +87,12 @@ class Gate:
     def __init__(self):
         self.came, self._go = threading.Event(), threading.Event()
         self.open = self._go.set
+        self.gave_up = False
+        """Whether nobody opened it: what should have done that waited for what was held back."""
 
     def wait(self):
         self.came.set()
-        self._go.wait(GATE_S)
+        self.gave_up |= not self._go.wait(GATE_S)
 
     def before(self, function):
         def held(*arguments):
@@ -108,6 +115,7 @@ def gate():
     gate = Gate()
     yield gate
     gate.open()
+    assert not gate.gave_up
 
 
 def steps(order):
@@ -161,7 +169,7 @@ class TestTheOrderOfAnEnd:
         else:
             del store
             gc.collect()
-        line.join()
+        soon(line.join)
         assert steps(order) == ["failed", "zeros", "closed"]
 
     @pytest.mark.parametrize("cause", ["close", "silence", "end of the daemon"])
@@ -182,6 +190,22 @@ class TestTheOrderOfAnEnd:
             await store.close()
 
         asyncio.run(main())
+        assert steps(order) == ["failed", "zeros", "closed"]
+
+    def test_for_asyncio_when_the_daemon_resets_the_connection(self, path, order):
+        """The transport closes its socket by itself then."""
+
+        async def main():
+            async with kvstore.connect_async(f"unix://{path}", deadline_s=GATE_S) as store:
+                asking = asyncio.ensure_future(store.lookup(NAMESPACE, range(9)))
+                while store._line is None:  # noqa: ASYNC110
+                    await asyncio.sleep(0)
+                silent.peers[0].close()  # with what it has not read
+                assert await asking == 0
+                assert failures(store) == {"lost": 1}
+
+        with Silent(path, welcome=True) as silent:
+            asyncio.run(main())
         assert steps(order) == ["failed", "zeros", "closed"]
 
     def test_a_connection_that_nobody_has_used(self, daemon, order, gate, monkeypatch):
@@ -364,7 +388,7 @@ class TestInterruptions:
 
         asyncio.run(main())
 
-    def test_closed_while_it_connects(self, daemon, gate, monkeypatch):
+    def test_closed_while_it_connects(self, daemon, gate, monkeypatch, caplog):
         monkeypatch.setattr(blocking, "dial", refuse)
         store = kvstore.connect(daemon.url, deadline_s=GATE_S)
         store._breaker.succeeded()
@@ -377,6 +401,7 @@ class TestInterruptions:
         asking.join()
         assert failures(store) == {"unreachable": 1, "closed": 1}
         assert store.counters()["connects",] == 0
+        assert [record.message[:7] for record in caplog.records] == ["not yet"]
         wait_until(lambda: num_clients(daemon) == 0)
 
     def test_closed_while_it_connects_with_asyncio(self, daemon, gate, monkeypatch):
@@ -463,7 +488,7 @@ class TestWithoutMeans:
         del store
         gc.collect()
         assert forgotten() is None
-        soon(lambda: line.join() is None)
+        soon(line.join)
         wait_until(lambda: num_clients(daemon) == 0)
 
 
