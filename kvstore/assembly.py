@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
-from kvstore.config import Settings, load_settings
+from kvstore.config import DAY_S, Settings, load_settings
 from kvstore.errors import ConfigError
 from kvstore.host import memory_limit
 from kvstore.metrics import register, register_client
@@ -224,9 +224,9 @@ def _check_options(options: dict[str, Any]) -> None:
     for name, allowed in (("access", ("read", "write")), ("on_failure", ("miss", "raise"))):
         if options.get(name, allowed[0]) not in allowed:
             raise ConfigError(f"{name}={options[name]!r}: give {' or '.join(map(repr, allowed))}")
-    for name in ("deadline_s", "prefill_tokens_per_s"):
-        if (number := options.get(name)) is not None and not 0 < number < float("inf"):
-            raise ConfigError(f"{name}={number!r}: give a number above 0")
+    for name, most in (("deadline_s", DAY_S), ("prefill_tokens_per_s", 1e9)):
+        if (number := options.get(name)) is not None and not 0 < number <= most:
+            raise ConfigError(f"{name}={number!r}: give a number above 0, at most {most:.0f}")
 
 
 def _tier(name: str, store: Store, settings: Settings) -> Tier:

@@ -224,8 +224,14 @@ class AsyncClient:
             self._connecting.release()
 
     async def _connect(self, deadline: Deadline) -> _AsyncLine:
-        if self._line is not None:
-            await self._line.join()  # memory of a restarted daemon is not needed twice
+        if self._line is not None:  # memory of a restarted daemon is not needed twice
+            try:
+                async with asyncio.timeout(deadline.left_s()):
+                    await self._line.join()
+            except TimeoutError:
+                raise UnavailableError(
+                    "timeout", "the memory of the last connection is still held"
+                ) from None
         loop = asyncio.get_running_loop()
         dialled = loop.run_in_executor(None, dial, self._address, self._hello(), deadline)
         try:

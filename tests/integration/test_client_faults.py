@@ -266,16 +266,22 @@ class TestRelease:
                 store.release(lease)
             gate.open()
 
-    def test_of_zeros_fails_with_asyncio_too(self, daemon, gate, monkeypatch):
+    @pytest.mark.parametrize("cause", ["silence", "end of the daemon"])
+    def test_of_zeros_fails_with_asyncio_too(self, daemon, gate, monkeypatch, cause):
+        """And the loop goes on while they are put in place."""
+
         async def main():
             async with kvstore.connect_async(daemon.url, deadline_s=GATE_S) as store:
                 await put_async(store, range(17))
                 lease = await store.acquire(NAMESPACE, range(17))
                 replace = gate.after(Region.replace_by_zeros)
                 monkeypatch.setattr(Region, "replace_by_zeros", replace)
-                hurry(store)
-                with Halted(daemon):
-                    assert await store.lookup(NAMESPACE, range(9)) == 0
+                if cause == "silence":
+                    hurry(store)
+                    with Halted(daemon):
+                        assert await store.lookup(NAMESPACE, range(9)) == 0
+                else:
+                    await asyncio.to_thread(daemon.close)
                 assert await asyncio.to_thread(gate.came.wait, GATE_S)
                 with pytest.raises(LeaseExpiredError):
                     store.release(lease)
@@ -444,23 +450,49 @@ class TestWithoutMeans:
             gate.open()
             wait_until(lambda: put(store, range(17)) == 4)
 
+    def test_nor_by_a_task(self, daemon, gate, monkeypatch):
+        monkeypatch.setattr(shared, "cuda_is_present", lambda: True)
+        monkeypatch.setattr(shared, "cuda_register", gate.before(lambda *_: True))
+        monkeypatch.setattr(shared, "cuda_unregister", lambda _: None)
+
+        async def run():
+            async with kvstore.connect_async(daemon.url, deadline_s=DEADLINE_S) as store:
+                await store.lookup(NAMESPACE, range(9))
+                assert await asyncio.to_thread(gate.came.wait, GATE_S)
+                store._lose(store._line, UnavailableError("lost", "the test says so"))
+                store._breaker.succeeded()
+                async with asyncio.timeout(SOON_S):
+                    assert await store.lookup(NAMESPACE, range(9)) == 0
+                assert store.counters()["failures", "lookup", "timeout"] == 1
+                gate.open()
+
+        asyncio.run(run())
+
     def test_without_a_thread_it_misses_and_leaves_nothing(self, daemon, monkeypatch):
-        start = threading.Thread.start
-
-        def refuse_some(thread):
-            if thread.name == "kvstore-client":
-                raise RuntimeError("can't start new thread")
-            start(thread)
-
         before = mapped()
         with monkeypatch.context() as patch:
-            patch.setattr(threading.Thread, "start", refuse_some)
+            no_more_threads(patch, "kvstore-client")
             store = kvstore.connect(daemon.url, deadline_s=GATE_S)
         with store:
             assert failures(store) == {"refused": 1}
             wait_until(lambda: num_clients(daemon) == 0)
             assert mapped() == before
             wait_until(lambda: put(store, range(17)) == 4)
+
+    def test_without_a_thread_to_map_ahead_it_works(self, path, monkeypatch):
+        provided = partial(shared.SharedDramStore, prefault=True)
+        monkeypatch.setattr("kvstore.testing.daemon.SharedDramStore", provided)
+        refused = no_more_threads(monkeypatch, "kvstore-prefault")
+        with (
+            DaemonThread(path, 64 * PAGE) as daemon,
+            kvstore.connect(daemon.url, deadline_s=GATE_S) as store,
+        ):
+            wait_until(lambda: refused)
+            assert put(store, range(17)) == 4
+            line = store._line
+            store.close()
+            assert not is_open(line._peer.fileno())
+            wait_until(lambda: num_clients(daemon) == 0)
 
     def test_with_asyncio_a_silent_daemon_is_not_asked_again_at_once(self, path):
         async def main():
@@ -490,6 +522,20 @@ class TestWithoutMeans:
         assert forgotten() is None
         soon(line.join)
         wait_until(lambda: num_clients(daemon) == 0)
+
+
+def no_more_threads(patch, name):
+    """Refuse threads of that ``name``; return those that were refused."""
+    start, refused = threading.Thread.start, []
+
+    def refuse_some(thread):
+        if thread.name == name:
+            refused.append(thread)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    patch.setattr(threading.Thread, "start", refuse_some)
+    return refused
 
 
 class TestTheHandshake:

@@ -83,7 +83,7 @@ def test_a_call_may_take_as_long_as_its_tokens_would():
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        *(("deadline_s", value) for value in (0, -1, float("inf"), float("nan"))),
+        *(("deadline_s", value) for value in (0, -1, 1e10, float("inf"), float("nan"))),
         *(("prefill_tokens_per_s", value) for value in (0, -1.0, float("inf"), float("nan"))),
         ("access", "rw"),
         ("on_failure", "rais"),
