@@ -9,7 +9,6 @@ socket does the same blocks.
 from __future__ import annotations
 
 import itertools
-import mmap
 import os
 import re
 import socket
@@ -29,6 +28,7 @@ import kvstore
 from bench.report import Row, interleave, report, row
 from kvstore.cli.table import output_option
 from kvstore.namespace import KVLayout, Namespace
+from kvstore.tiers.memory import Region
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -70,8 +70,13 @@ def fresh_prompts(rng: np.random.Generator, num_tokens: int) -> Iterator[NDArray
 
 
 def shared(num_bytes: int) -> NDArray[np.uint8]:
-    """Shared memory, all pages there."""
-    memory = np.frombuffer(mmap.mmap(-1, num_bytes, flags=mmap.MAP_SHARED), np.uint8)
+    """Shared memory of the kind that the daemon has, all pages there."""
+    descriptor = os.memfd_create("kvstore-bench")
+    try:
+        os.ftruncate(descriptor, num_bytes)
+        memory = Region(num_bytes, descriptor=descriptor).array()
+    finally:
+        os.close(descriptor)
     memory[:] = 1
     return memory
 
