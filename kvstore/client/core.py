@@ -278,8 +278,8 @@ class Calls:
         """Forget ``lease``; return the frame that tells the daemon. None: it held nothing.
 
         The frame needs no answer. If it can be sent, and the lease has not run out by the client's
-        own clock, its blocks were protected until now: a daemon that ends a connection shuts the
-        socket first and lets go of the leases after that.
+        own clock, its blocks were protected until now: a daemon that drops a client keeps what that
+        client holds until the client has closed its end.
 
         Raises:
             LeaseNotHeldError: it was released before, or is not of this client.
