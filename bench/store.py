@@ -280,7 +280,7 @@ def redis_rows(blocks: Blocks, directory: Path, rounds: int) -> Iterator[Row]:
 
 
 @click.command()
-@click.option("--rounds", default=15, show_default=True, help="Rounds of loads and stores.")
+@click.option("--rounds", default=30, show_default=True, help="Rounds of loads and stores.")
 @output_option
 def main(rounds: int, output: str) -> None:
     """Measure a real daemon beside memcpy, a bare socket and Redis."""
