@@ -133,7 +133,7 @@ def _runs(
     continues = (np.diff(tiers) == 0) & (steps == slot_bytes) & (np.diff(positions) == 1)
     starts = [0, *(np.flatnonzero(~continues) + 1).tolist()]
     most = max(1, STAGING_BYTES // layout.block_bytes)
-    buffers = [_as_tensor(buffer) for buffer in held.buffers]
+    buffers = [as_tensor(buffer) for buffer in held.buffers]
     for start, stop in zip(starts, [*starts[1:], count], strict=True):
         for first in range(start, stop, most):
             length = min(most, stop - first)
@@ -165,7 +165,7 @@ class _Unprotected:
         return self._array.__array_interface__ | {"data": (self._array.ctypes.data, False)}
 
 
-def _as_tensor(buffer: torch.Tensor | NDArray[np.uint8]) -> torch.Tensor:
+def as_tensor(buffer: torch.Tensor | NDArray[np.uint8]) -> torch.Tensor:
     """Return a tensor that shares the buffer's memory; of a read-only one, only to be read.
 
     torch has no read-only tensors, and warns of each read-only array that it is given.

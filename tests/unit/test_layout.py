@@ -190,7 +190,7 @@ def test_memory_that_may_only_be_read_is_loaded_without_a_copy():
     load_blocks(slots.held(Lease, places), destination, count)
     assert bits(destination) == bits(source)
 
-    tensor, address = plugin._as_tensor(array), array.ctypes.data
+    tensor, address = plugin.as_tensor(array), array.ctypes.data
     assert tensor.data_ptr() == address
     del array, slots.buffers[1]
     gc.collect()

@@ -1,0 +1,94 @@
+"""What the scheduler's half of the connector tells the workers' halves, and what they answer.
+
+vLLM carries both between its processes. A request's prompt is told once, and then what was added.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+
+if TYPE_CHECKING:
+    from kvstore.namespace import KVLayout, Namespace
+
+Mode = Literal["sync", "layerwise", "async"]
+"""When a load is done: before the forward pass, layer by layer during it, or between steps."""
+
+
+@dataclass(frozen=True)
+class WorkerLayout(KVConnectorHandshakeMetadata):
+    """What a worker found out about its KV memory; or why it cannot be used."""
+
+    layout: KVLayout | None
+    refusal: str = ""
+
+
+@dataclass(frozen=True)
+class Load:
+    """Blocks of a request that the workers copy from the store."""
+
+    request_id: str
+    first: int
+    """Position of the first one in the prompt, in blocks."""
+    blocks: list[int]
+    """Engine blocks, one after the other."""
+    mode: Mode
+
+
+@dataclass(frozen=True)
+class Save:
+    """Blocks of a request that the workers copy to the store, if it has not got them."""
+
+    job: int
+    request_id: str
+    first: int
+    blocks: list[int]
+
+
+@dataclass
+class StepMetadata(KVConnectorMetadata):
+    """One step's work."""
+
+    namespaces: dict[str, Namespace] = field(default_factory=dict)
+    """Of the requests that are mentioned for the first time."""
+    keys: dict[str, bytes] = field(default_factory=dict)
+    """Key bytes to append to what is known of each request's prompt."""
+    loads: list[Load] = field(default_factory=list)
+    saves: list[Save] = field(default_factory=list)
+    forgotten: list[str] = field(default_factory=list)
+    """Requests that will not be mentioned again."""
+
+
+@dataclass
+class StepResults(KVConnectorWorkerMetadata):
+    """What ended since the last step, and on how many ranks."""
+
+    loads: dict[str, int] = field(default_factory=dict)
+    """Ranks on which each request's load has ended, well or not."""
+    saves: dict[int, int] = field(default_factory=dict)
+    """Ranks on which each job has ended, well or not."""
+    failed: set[str] = field(default_factory=set)
+    """Requests whose load failed on some rank."""
+    failed_saves: set[int] = field(default_factory=set)
+    """Jobs that failed on some rank."""
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> StepResults:
+        """Add up the ranks."""
+        assert isinstance(other, StepResults)
+        for request_id, ranks in other.loads.items():
+            self.loads[request_id] = self.loads.get(request_id, 0) + ranks
+        for job, ranks in other.saves.items():
+            self.saves[job] = self.saves.get(job, 0) + ranks
+        self.failed |= other.failed
+        self.failed_saves |= other.failed_saves
+        return self
+
+    def __bool__(self) -> bool:
+        """Whether anything ended."""
+        return bool(self.loads or self.saves)

@@ -1,0 +1,161 @@
+"""What of a vLLM request decides its keys and values: the namespace, and the key bytes of its blocks."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from engine_plugin.checkpoint import adapter_digest, weights_digest
+from engine_plugin.fingerprint import settings_digest
+from engine_plugin.vllm.options import cache_file
+from kvstore.errors import UsageError
+from kvstore.namespace import Namespace, framed_digest
+from kvstore.tokens import MediaSpan, block_keys
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.lora.request import LoRARequest
+    from vllm.v1.request import Request
+
+    from engine_plugin.vllm.options import Options
+    from kvstore.namespace import KVLayout
+
+logger = logging.getLogger("vllm.kvstore")
+
+WITHOUT_FILES = frozenset({"dummy"})
+"""Load formats whose weights come from a seed."""
+
+
+class Namespaces:
+    """The namespaces of one engine: one for each adapter and salt."""
+
+    def __init__(self, vllm_config: VllmConfig, options: Options, layout: KVLayout) -> None:
+        """Digest the model. Raises :class:`UsageError`, saying what to do, when that cannot be."""
+        self._layout, self._tenant = layout, options.tenant
+        self._model = model_digest(vllm_config, options)
+        self._settings = engine_settings(vllm_config)
+        self._adapters: dict[int, tuple[str, bytes]] = {}
+        self._known: dict[tuple[bytes | None, str | None], Namespace] = {}
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of one block."""
+        return self._layout.block_tokens
+
+    def of(self, request: Request) -> Namespace:
+        """Return the namespace of ``request``.
+
+        Raises:
+            UsageError: it cannot be cached; says why.
+        """
+        if request.prompt_token_ids is None or request.prompt_embeds is not None:
+            raise UsageError("prompts of embeddings have no tokens to be known by")
+        if request.resumable:
+            raise UsageError("the prompt of a streaming session may change")
+        adapter = self._adapter(request.lora_request) if request.lora_request else None
+        found = self._known.get((adapter, request.cache_salt))
+        if found is None:
+            found = Namespace(
+                self._model, self._layout, adapter, self._settings, self._tenant, request.cache_salt
+            )
+            if len(self._known) >= 4096:
+                self._known.clear()
+            self._known[adapter, request.cache_salt] = found
+        return found
+
+    def start_anew(self, nonce: bytes) -> None:
+        """Know nothing of what was stored so far: the weights are other ones now."""
+        self._model = framed_digest(self._model, nonce)
+        self._known.clear()
+
+    def _adapter(self, lora: LoRARequest) -> bytes:
+        """Digest of the adapter's files, as they were when vLLM first loaded it."""
+        path, found = self._adapters.get(lora.lora_int_id, ("", b""))
+        if not found or path != lora.lora_path or lora.load_inplace:
+            found = adapter_digest(Path(lora.lora_path))
+            self._adapters[lora.lora_int_id] = lora.lora_path, found
+        return found
+
+
+def model_digest(vllm_config: VllmConfig, options: Options) -> bytes:
+    """Return what names the weights: the digest of their files, or what the options say."""
+    if options.model_digest is not None:
+        return framed_digest("given", options.model_digest)
+    load_format = str(getattr(vllm_config.load_config, "load_format", "auto"))
+    model = vllm_config.model_config
+    if load_format in WITHOUT_FILES:
+        ranks = vllm_config.parallel_config.tensor_parallel_size
+        return framed_digest("seeded", load_format, model.seed, ranks)
+    path = _local_path(model.model, model.revision)
+    cache = cache_file()
+    return framed_digest("files", weights_digest(path, cache))
+
+
+def _local_path(model: str, revision: str | None) -> Path:
+    path = Path(model)
+    if path.exists():
+        return path
+    try:
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(model, revision=revision, local_files_only=True))
+    except Exception as error:  # noqa: BLE001 - whatever a hub's client raises
+        raise UsageError(
+            f"the weights of {model!r} are not on this host ({error}): name them with the option "
+            "model_digest"
+        ) from None
+
+
+def engine_settings(vllm_config: VllmConfig) -> bytes:
+    """Digest of what else decides the keys and values: configuration, dtypes and quantisation."""
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    config = {
+        "model": model.hf_config.to_dict(),
+        "dtype": str(model.dtype),
+        "quantization": str(model.quantization),
+        "kv_dtype": str(cache.cache_dtype),
+        "kv_scales": bool(getattr(cache, "calculate_kv_scales", False)),
+        "lora_dtype": str(getattr(vllm_config.lora_config, "lora_dtype", None)),
+    }
+    return settings_digest(config)
+
+
+class Prompt:
+    """The key bytes of a request's whole blocks, made as they are needed."""
+
+    def __init__(self, request: Request, namespace: Namespace) -> None:
+        """Take note of its media; its tokens are read later, as they come."""
+        self.namespace = namespace
+        self._request = request
+        self._media = [_span(feature) for feature in request.mm_features or ()]
+        self._key = b""
+
+    def lookup_key(self) -> bytes:
+        """Key bytes of all its tokens, a last incomplete block included."""
+        return block_keys(self.namespace, self._request.all_token_ids[:], self._media)
+
+    def head(self, num_blocks: int) -> bytes:
+        """Key bytes of its first blocks."""
+        stop = num_blocks * self.namespace.key_bytes
+        if len(self._key) < stop:
+            self._extend(num_blocks)
+        return self._key[:stop]
+
+    def _extend(self, num_blocks: int) -> None:
+        tokens = self._request.all_token_ids
+        width = self.namespace.layout.block_tokens
+        if self._media:
+            keys = block_keys(self.namespace, tokens[:], self._media)
+            self._key = keys[: num_blocks * self.namespace.key_bytes]
+        else:
+            known = len(self._key) // self.namespace.key_bytes
+            fresh = tokens[known * width : num_blocks * width]
+            self._key += block_keys(self.namespace, fresh)
+
+
+def _span(feature: Any) -> MediaSpan:
+    """Return where a medium's tokens are, and what names its content."""
+    digest = hashlib.blake2b(feature.identifier.encode(), digest_size=32).digest()
+    return MediaSpan(feature.mm_position.offset, feature.mm_position.length, digest)
