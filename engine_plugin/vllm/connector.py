@@ -228,12 +228,12 @@ class KVStoreConnector(KVConnectorBase_V1):
     def request_finished(
         self,
         request: Request,
-        block_ids: list[int],  # noqa: ARG002
+        block_ids: list[int],
     ) -> tuple[bool, dict[str, Any] | None]:
         """Forget a request; its blocks are free, but for those that are pinned."""
         if self._scheduler is None:
             return False, None
-        return False, self._scheduler.finish(request)
+        return False, self._scheduler.finish(request, block_ids)
 
     def has_pending_push_work(self) -> bool:
         """Whether the engine must go on stepping, for workers to report."""

@@ -47,6 +47,8 @@ KNOWN_PARAMETERS = frozenset({SKIP_READ, SKIP_WRITE, EXPECT})
 
 COPY_BYTES_PER_S = 5e9
 """How fast a load is thought to be, to choose its mode."""
+RETRY_S = 1.0
+"""How long after a save that failed before the blocks are handed over again."""
 POLL_S = 0.005
 """How long before the daemon is asked again for blocks that are expected."""
 
@@ -74,6 +76,8 @@ class _Request:
     loading: Load | None = None
     handed_over: int = 0
     """Leading blocks that are in the store, or on their way there, or were given up."""
+    store_at: float = 0.0
+    """Not before, after a save that failed."""
     told: int = 0
     """Key bytes that the workers know."""
 
@@ -123,6 +127,10 @@ class Scheduler:
         """Of every load under way: the lease, and how many ranks have still to report."""
         self._jobs: dict[int, tuple[_Job, int]] = {}
         """Of every save under way: what it is, and how many ranks have still to report."""
+        self._failed: set[str] = set()
+        """Requests whose load is under way and has failed on some rank."""
+        self._parked: dict[str, tuple[Load, Save | None]] = {}
+        """Of requests that ended before their load was known to have succeeded: what to store then."""
         self._next_job = 0
         self._num_pinned = 0
         self._step = StepMetadata()
@@ -242,30 +250,46 @@ class Scheduler:
     def build(self, output: SchedulerOutput) -> StepMetadata:
         """Return the step's work."""
         tables = output.kv_connector_block_state
+        unsure = self._unsure_blocks()
         for request_id, num_tokens in output.num_scheduled_tokens.items():
             state = self._requests.get(request_id)
-            if state is None or not state.writes:
+            if state is None or not state.writes or self._clock() < state.store_at:
                 continue
-            request = state.request
-            computed = min(request.num_computed_tokens + num_tokens, request.num_tokens)
-            if not self._options.save_decode:
-                computed = min(computed, request.num_prompt_tokens)
-            if computed // self._width > state.handed_over:
+            stop = self._num_full(state.request, state.request.num_computed_tokens + num_tokens)
+            if stop > state.handed_over:
                 found = tables.get_block_ids(request_id) if tables else None
-                if found is not None:
-                    self._save(state, found[0], computed // self._width)
+                if found is not None and unsure.isdisjoint(found[0]):
+                    self._save(state, found[0], stop)
         step, self._step = self._step, StepMetadata()
         return step
 
+    def _unsure_blocks(self) -> set[int]:
+        """Engine blocks whose load a forward pass does not wait for to have succeeded.
+
+        What is computed from them is stored when that is known, by whichever request.
+        """
+        loads = [state.loading for state in self._requests.values() if state.loading]
+        loads += [load for load, _ in self._parked.values()]
+        return {block for load in loads if load.mode != "async" for block in load.blocks}
+
+    def _num_full(self, request: Request, num_computed: int) -> int:
+        """How many blocks of ``request`` are to be stored once so many tokens are computed."""
+        known = request.num_tokens if self._options.save_decode else request.num_prompt_tokens
+        return min(num_computed, known) // self._width
+
     def _save(self, state: _Request, block_ids: Sequence[int], stop: int) -> None:
-        """Hand the blocks up to ``stop`` that are not in the store to the workers."""
+        """Hand the blocks up to ``stop`` that are not in the store to the workers, if room is left."""
+        if save := self._pin(state, block_ids, stop):
+            self._step.saves.append(save)
+
+    def _pin(self, state: _Request, block_ids: Sequence[int], stop: int) -> Save | None:
+        """Pin those blocks, and make a job of them."""
         first = state.handed_over
+        limit = int(self._options.max_pinned_part * self._pool.num_gpu_blocks)
+        stop = min(stop, first + limit - self._num_pinned)
         ids = list(block_ids[first:stop])
-        if self._num_pinned + len(ids) > self._options.max_pinned_part * self._pool.num_gpu_blocks:
-            self.stats.add(skipped_blocks=len(ids))
-            return
-        if len(ids) < stop - first or 0 in ids:  # freed already: behind a sliding window
-            return
+        if not ids or len(ids) < stop - first or 0 in ids:  # no room, or no such block any more
+            return None
         request_id = state.request.request_id
         blocks = [self._pool.blocks[index] for index in ids]
         self._pool.touch(blocks)
@@ -274,7 +298,7 @@ class Scheduler:
         self._jobs[job] = _Job(request_id, blocks), self._num_ranks
         state.handed_over = stop
         self._tell(state, stop)
-        self._step.saves.append(Save(job, request_id, first, ids))
+        return Save(job, request_id, first, ids)
 
     def _tell(self, state: _Request, num_blocks: int) -> None:
         """Let the workers know the request's first blocks."""
@@ -288,8 +312,8 @@ class Scheduler:
 
     # -- ending ---------------------------------------------------------------------------------
 
-    def finish(self, request: Request) -> dict[str, Any] | None:
-        """Forget a request, but for its load or saves that are under way.
+    def finish(self, request: Request, block_ids: Sequence[int]) -> dict[str, Any] | None:
+        """Forget a request, but for its load or saves that are under way, and store what is left.
 
         Returns:
             Parameters for the request with the same prompt to another engine, which can load what this
@@ -299,37 +323,74 @@ class Scheduler:
         if state is None:
             return None
         self._release(state.lease)
-        if state.told:
+        self._save_rest(state, block_ids)
+        if state.told and request.request_id not in self._parked:
             self._step.forgotten.append(request.request_id)
         if self.reads or not state.writes or not state.handed_over:
             return None
         return {EXPECT: min(state.handed_over * self._width, request.num_prompt_tokens)}
 
+    def _save_rest(self, state: _Request, block_ids: Sequence[int]) -> None:
+        """Store what a request that has ended leaves, or see to it when its load has ended."""
+        request, load = state.request, state.loading
+        stop = self._num_full(request, request.num_computed_tokens - request.num_in_flight_tokens)
+        save = None
+        if state.writes and stop > state.handed_over:
+            sure = load is not None or self._unsure_blocks().isdisjoint(block_ids)
+            if sure and not (load and load.mode == "async"):
+                save = self._pin(state, block_ids, stop)
+            self.stats.add(skipped_blocks=stop - state.handed_over)
+        if load is not None:
+            self._parked[request.request_id] = load, save
+        elif save is not None:
+            self._step.saves.append(save)
+
+    def _unpark(self, request_id: str, *, failed: bool) -> None:
+        """Store what a request has left whose load has ended well."""
+        _, save = self._parked.pop(request_id)
+        if save is not None and failed:
+            self._unpin(self._jobs.pop(save.job)[0])
+        elif save is not None:
+            self._step.saves.append(save)
+        self._step.forgotten.append(request_id)
+
+    def _unpin(self, job: _Job) -> None:
+        self._num_pinned -= len(job.blocks)
+        self._pool.free_blocks(reversed(job.blocks))
+
     def update(self, results: StepResults) -> None:
         """Take note of what the workers have done."""
         for request_id in results.failed:
+            self._failed.add(request_id)
             if state := self._requests.get(request_id):
                 state.reads = False
                 state.handed_over = 0
                 self._release(state.lease)
                 state.lease = None
         for request_id, ranks in results.loads.items():
-            lease, left = self._loads.pop(request_id)
-            if left > ranks:
-                self._loads[request_id] = lease, left - ranks
-                continue
-            self._release(lease)
-            if state := self._requests.get(request_id):
-                state.loading = None
+            self._end_load(request_id, ranks)
         for number, ranks in results.saves.items():
             job, left = self._jobs.pop(number)
             if number in results.failed_saves and (state := self._requests.get(job.request_id)):
-                state.handed_over = 0
+                state.handed_over, state.store_at = 0, self._clock() + RETRY_S
             if left > ranks:
                 self._jobs[number] = job, left - ranks
-                continue
-            self._num_pinned -= len(job.blocks)
-            self._pool.free_blocks(reversed(job.blocks))
+            else:
+                self._unpin(job)
+
+    def _end_load(self, request_id: str, ranks: int) -> None:
+        """Note that so many more ranks have loaded, well or not."""
+        lease, left = self._loads.pop(request_id)
+        if left > ranks:
+            self._loads[request_id] = lease, left - ranks
+            return
+        self._release(lease)
+        failed = request_id in self._failed
+        self._failed.discard(request_id)
+        if state := self._requests.get(request_id):
+            state.loading = None
+        if request_id in self._parked:
+            self._unpark(request_id, failed=failed)
 
     @property
     def is_busy(self) -> bool:
@@ -337,7 +398,13 @@ class Scheduler:
         return bool(self._jobs or self._loads)
 
     def start_anew(self) -> None:
-        """Know nothing of what was stored so far, for good: the weights may be other ones."""
+        """Know nothing of what was stored so far, for good: the weights may be other ones.
+
+        Requests that have begun may mix keys and values of both: they are not stored any more.
+        """
+        for state in self._requests.values():
+            self._release(state.lease)
+            state.lease, state.reads, state.writes = None, False, False
         self._namespaces.start_anew(os.urandom(16))
 
     def close(self) -> None:
