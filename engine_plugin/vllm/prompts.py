@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.kvstore")
 
-WITHOUT_FILES = frozenset({"dummy"})
-"""Load formats whose weights come from a seed."""
+FROM_SEED = "dummy"
+FROM_FILES = frozenset({"auto", "hf", "safetensors", "mistral", "pt", "npcache", "bitsandbytes"})
+"""Load formats that read the model's own files, and nothing else."""
 
 
 class Namespaces:
@@ -83,14 +84,19 @@ def model_digest(vllm_config: VllmConfig, options: Options) -> bytes:
     """Return what names the weights: the digest of their files, or what the options say."""
     if options.model_digest is not None:
         return framed_digest("given", options.model_digest)
-    load_format = str(getattr(vllm_config.load_config, "load_format", "auto"))
-    model = vllm_config.model_config
-    if load_format in WITHOUT_FILES:
+    model, load_format = vllm_config.model_config, str(vllm_config.load_config.load_format)
+    if load_format == FROM_SEED:
         ranks = vllm_config.parallel_config.tensor_parallel_size
-        return framed_digest("seeded", load_format, model.seed, ranks)
-    path = _local_path(model.model, model.revision)
-    cache = cache_file()
-    return framed_digest("files", weights_digest(path, cache))
+        return framed_digest("seeded", model.seed, ranks)
+    if load_format not in FROM_FILES:
+        raise UsageError(
+            f"weights of load_format {load_format!r} may come from anywhere: name them with the option "
+            "model_digest"
+        )
+    path, cache = _local_path(model.model, model.revision), cache_file()
+    others = sorted(path.glob("consolidated*.safetensors"))  # which vLLM may take instead
+    digests = [weights_digest(path, cache), *(weights_digest(other, cache) for other in others)]
+    return framed_digest("files", *digests)
 
 
 def _local_path(model: str, revision: str | None) -> Path:

@@ -141,6 +141,7 @@ class Scheduler:
         """Take note of a new request."""
         try:
             prompt = Prompt(request, self._namespaces.of(request))
+            prompt.head(request.num_tokens // self._width)
         except (KVStoreError, OSError) as error:
             logger.info("request %s is not cached: %s", request.request_id, error)
             return
@@ -173,14 +174,34 @@ class Scheduler:
         if self._is_being_loaded(state):
             self.stats.add(deferred=1)
             return None, False
-        if not state.asked and not self._ask(state):
-            return None, False
+        try:
+            if not self._has_answer(state) and not self._ask(state):
+                return None, False
+        except KVStoreError as error:
+            self._give_up(state, error)
         lease = state.lease
         num_blocks = 0 if lease is None else lease.num_blocks - state.local_blocks
         if num_blocks <= 0:
             return 0, False
         state.mode = self._mode(num_blocks)
         return num_blocks * self._width, state.mode == "async"
+
+    def _has_answer(self, state: _Request) -> bool:
+        """Whether the daemon was asked; an answer that has run out in the queue is given back."""
+        lease = state.lease
+        if lease is not None and lease.num_blocks and self._clock() >= lease.expires_at:
+            self._release(lease)
+            state.asked, state.lease = False, None
+        return state.asked
+
+    def _give_up(self, state: _Request, error: KVStoreError) -> None:
+        """Leave the store out of a request that it has no use for."""
+        logger.warning("request %s is not cached: %s", state.request.request_id, error)
+        self._leave_out(state)
+
+    def _leave_out(self, state: _Request) -> None:
+        self._release(state.lease)
+        state.lease, state.reads, state.writes = None, False, False
 
     def _ask(self, state: _Request) -> bool:
         """Take a lease; False to ask again later, because what is expected is not there yet."""
@@ -403,8 +424,7 @@ class Scheduler:
         Requests that have begun may mix keys and values of both: they are not stored any more.
         """
         for state in self._requests.values():
-            self._release(state.lease)
-            state.lease, state.reads, state.writes = None, False, False
+            self._leave_out(state)
         self._namespaces.start_anew(os.urandom(16))
 
     def close(self) -> None:
