@@ -5,9 +5,9 @@ Life of a row::
     FREE ──reserve──▶ RESERVED ──commit──▶ READY ──evict──▶ FREE
                           └──────abort, evict while held──▶ GONE ──last reference──▶ FREE
 
-``RESERVED`` and ``READY`` rows are in the radix tree, only ``READY`` ones are visible. A ``GONE`` row
-is out of the tree, but somebody still reads or writes its bytes; the slots come back with the last
-reference.
+``RESERVED`` and ``READY`` rows are in the radix tree, only ``READY`` ones are visible. A ``RESERVED`` row
+without a reference was written in part (:mod:`kvstore.parts`), and waits for the rest. A ``GONE`` row is
+out of the tree, but somebody still reads or writes its bytes; the slots come back with the last reference.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ class BlockTable:
 
     1. a row is on the free list exactly when it is ``FREE``;
     2. a ``FREE`` row has no slot, no reference and no checksum;
-    3. no reference count is negative, and a ``GONE`` or ``RESERVED`` row has at least one;
+    3. no reference count is negative, and a ``GONE`` row has at least one; which ``RESERVED`` rows have
+       none, :class:`kvstore.residency.Residency` says;
     4. every row that is not ``FREE`` has a slot in some tier.
     """
 
@@ -124,6 +125,6 @@ class BlockTable:
         assert not self.refs[free].any(), "2: a FREE row has no reference"
         assert not self.checksums[free].any(), "2: a FREE row has no checksum"
         assert (self.refs >= 0).all(), "3: no negative reference count"
-        held = (self.states == BlockState.GONE) | (self.states == BlockState.RESERVED)
-        assert (self.refs[held] > 0).all(), "3: a GONE or RESERVED row is held"
+        gone = self.states == BlockState.GONE
+        assert (self.refs[gone] > 0).all(), "3: a GONE row is held"
         assert (self.slots[:, ~free] != NO_SLOT).any(axis=0).all(), "4: a used row has a slot"

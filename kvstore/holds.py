@@ -5,7 +5,7 @@ Bookkeeping only: the pool adds and drops the references, and holds its lock aro
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -41,13 +41,17 @@ class Hold:
     tree: NamespaceTree
     key: bytes
     known: Ids
-    """Blocks leased; or, for a reservation, the known ones that the new ones follow."""
+    """Blocks leased; or, for a reservation, the known ones before the last that is written."""
     fresh: Ids
-    """Blocks being written; none for a lease."""
+    """Blocks being written, in the order of the prompt; none for a lease."""
     tiers: NDArray[np.int8]
     offsets: NDArray[np.int64]
     """Where the holder reads the leased blocks, or writes the fresh ones."""
     expires_at: float
+    indices: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
+    """Positions of the fresh blocks in the prompt, in blocks."""
+    heads: int | None = None
+    """Mask of the KV heads that are written of each fresh block; None: all of them, by nobody else."""
 
     @property
     def ids(self) -> Ids:

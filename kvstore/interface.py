@@ -39,7 +39,9 @@ class KVStore(Protocol):
 
     def release(self, lease: Lease, /) -> None: ...  # noqa: D102
 
-    def reserve(self, namespace: Namespace, tokens: object, /) -> Reservation: ...  # noqa: D102
+    def reserve(  # noqa: D102
+        self, namespace: Namespace, tokens: object, /, *, heads: tuple[int, int] | None = None
+    ) -> Reservation: ...
 
     def commit(self, reservation: Reservation, /) -> int: ...  # noqa: D102
 

@@ -18,6 +18,10 @@ copied, hashed and checked outside it.
 
 *Ownership.* A reservation's bytes belong to its writer until commit; a lease's blocks may be read
 until its deadline. On CUDA, wait for the copies to finish before release or commit.
+
+*Parts.* Ranks of an engine that hold some KV heads each write those into the same blocks: every rank
+reserves the prompt for its ``heads``, writes and commits. A block is visible when each of its heads has
+been committed, by whomever; until then it belongs to no single writer (:mod:`kvstore.parts`).
 """
 
 from __future__ import annotations
@@ -27,13 +31,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvstore.blocks import FIRST_CHECKSUM, NO_CHECKSUM
+from kvstore.blocks import FIRST_CHECKSUM, NO_CHECKSUM, BlockState
 from kvstore.errors import TooLargeError, UsageError
 from kvstore.events import BlockStored, EventLog
 from kvstore.explain import Obituaries
 from kvstore.holds import HOLDS_NOTHING, Hold, Holds
 from kvstore.lease import Lease, Reservation
-from kvstore.residency import Residency
+from kvstore.parts import mask_of, part_of
+from kvstore.residency import Residency, runs
 from kvstore.tiers.arena import slot_bytes
 from kvstore.tiers.moves import checksums
 from kvstore.tokens import block_keys
@@ -43,10 +48,13 @@ if TYPE_CHECKING:
     from collections import Counter
     from collections.abc import Callable, Sequence
 
+    from numpy.typing import NDArray
+
+    from kvstore.blocks import Ids
     from kvstore.namespace import Namespace
     from kvstore.residency import Found
     from kvstore.tiers.mover import Mover
-    from kvstore.tiers.tier import Tier
+    from kvstore.tiers.tier import NamespaceTree, Tier
 
 
 class Pool(Upkeep):
@@ -55,7 +63,9 @@ class Pool(Upkeep):
     Invariants (:meth:`check_invariants`, in this order):
 
     1. those of :class:`kvstore.residency.Residency`;
-    2. a block has one reference for each lease, reservation, pin and move that holds it, and no more.
+    2. a block has one reference for each lease, reservation, pin and move that holds it, and no more;
+    3. a RESERVED block without a record of parts is written by one reservation, of whole blocks; of one with
+       a record, each head that is claimed is written by one reservation, and no other head is.
     """
 
     def __init__(
@@ -192,21 +202,31 @@ class Pool(Upkeep):
     # -- writing --------------------------------------------------------------------------------
 
     def reserve(
-        self, namespace: Namespace, tokens: object, *, max_blocks: int | None = None
+        self,
+        namespace: Namespace,
+        tokens: object,
+        *,
+        heads: tuple[int, int] | None = None,
+        max_blocks: int | None = None,
     ) -> Reservation:
         """Get slots for the whole blocks of ``tokens`` that no one holds or writes yet.
 
-        Never waits: what finds no room now is left out and counted in ``Reservation.refused``.
+        Among them are blocks that others have left unfinished, or, if ``heads`` says so, are writing other
+        heads of. Never waits: what finds no room now is left out and counted in ``Reservation.refused``.
 
         Args:
             namespace: of the blocks.
             tokens: of the prompt; a last part that fills no block is ignored.
+            heads: range ``[start, stop)`` of the layout's KV heads that the caller will write in every
+                block that it gets; None: all. The bytes of other heads are not the caller's to touch.
             max_blocks: slots to give at most; what goes beyond it counts as refused.
 
         Raises:
-            UsageError: ``tokens`` are not token ids.
+            UsageError: ``tokens`` are not token ids, or ``heads`` no range of the layout's heads; blocks
+                of more than 64 heads are written as a whole only.
             TooLargeError: the prompt has more blocks than the largest tier.
         """
+        part = part_of(namespace.layout, heads)
         key = block_keys(namespace, tokens)
         total = len(key) // namespace.key_bytes
         self._check_fits(namespace, total)
@@ -215,39 +235,47 @@ class Pool(Upkeep):
             tree, match = self._residency.find(namespace, key)[:2]
             known = match.block_ids()
             self._residency.pin(known)
-            wanted = total - len(known)
+            mine = mask_of(namespace.layout, part)
+            joined = self._residency.joinable(known, mine)
+            wanted = len(joined) + total - len(known)
             allowed = wanted if max_blocks is None else min(wanted, max_blocks)
-            fresh = self._residency.place(namespace, allowed if self._may_hold(allowed) else 0)
-            refused = wanted - len(fresh)
+            allowed = allowed if self._may_hold(allowed) else 0
+            joined = joined[:allowed]
+            new = self._residency.place(namespace, allowed - len(joined))
+            refused = wanted - len(joined) - len(new)
             self._counts["refused_blocks",] += refused
-            tiers, offsets = self._residency.where(fresh)
-            hold = Hold(tree, key, known, fresh, tiers, offsets, float("inf"))
-            if len(fresh):
+            if part is not None:
+                self._residency.parts.begin(new, mine, mask_of(namespace.layout, None))
+            self._residency.parts.join(known[joined], mine)
+            if len(new):
                 self._residency.trees[namespace.digest] = tree
-                tree.insert(key[: (len(known) + len(fresh)) * namespace.key_bytes], fresh, match)
-                held_id = self._holds.add(self._holds.reservations, hold)
+                tree.insert(key[: (len(known) + len(new)) * namespace.key_bytes], new, match)
             else:
                 tree.touch(match)
-                self._residency.unpin(known)
-                held_id = HOLDS_NOTHING
-        indices = np.arange(len(known), len(known) + len(fresh), dtype=np.int32)
+            hold = self._written(tree, key, known, joined, new)
+            hold.heads = None if part is None else mine
+            held = len(hold.fresh) > 0
+            held_id = self._holds.add(self._holds.reservations, hold) if held else HOLDS_NOTHING
         return Reservation(
             self,
             namespace,
-            tiers,
-            offsets,
+            hold.tiers,
+            hold.offsets,
             hold.expires_at,
             held_id,
             buffers=self._buffers,
-            indices=indices,
+            indices=hold.indices,
             refused=refused,
         )
 
     def commit(self, reservation: Reservation) -> int:
-        """Make the written blocks visible. Their checksums are computed in the background.
+        """Say that what was reserved is written: blocks of which no head is missing become visible.
+
+        Their checksums are computed in the background.
 
         Returns:
-            How many became visible: fewer than reserved when a block before them was aborted.
+            How many became visible: fewer than reserved when a block before them was aborted, or when
+            others have not written their heads yet.
 
         Raises:
             LeaseNotHeldError: the reservation was ended before, or is not of this pool.
@@ -255,22 +283,20 @@ class Pool(Upkeep):
         if reservation.held_id == HOLDS_NOTHING:
             return 0
         with self._lock:
-            hold = self._holds.end(self, reservation)
-            ready = self._residency.publish(hold.fresh)
+            hold, whole = self._holds.end(self, reservation), self._residency.parts.commit
+            written = hold.fresh if hold.heads is None else whole(hold.fresh, hold.heads)
+            ready = self._residency.publish(written)
             self._counts["stored_blocks",] += len(ready)
-            if len(ready) and self.events.active:
-                start, stride = len(hold.known), hold.tree.key_bytes
-                stop = start + len(ready)
-                self.events.publish(
-                    BlockStored(hold.tree.namespace.digest, hold.key[: stop * stride], start, stop)
-                )
+            if self.events.active:
+                self._tell_stored(hold, ready)
             self._residency.unpin(hold.ids)
         return len(ready)
 
     def abort(self, reservation: Reservation) -> None:
         """Give the slots back without making anything visible.
 
-        Blocks that other writers put behind these become unreachable and go with them.
+        Blocks that other writers put behind these become unreachable and go with them. Blocks of which
+        others write other heads, or have written some, stay.
 
         Raises:
             LeaseNotHeldError: the reservation was ended before, or is not of this pool.
@@ -327,9 +353,38 @@ class Pool(Upkeep):
             return False
         return self._holds.has_room()
 
+    def _written(
+        self, tree: NamespaceTree, key: bytes, known: Ids, joined: NDArray[np.intp], new: Ids
+    ) -> Hold:
+        """Make the record of a reservation: of ``known`` those at ``joined``, and ``new`` behind them.
+
+        Each has a reference. Of the other known blocks those keep it that something written follows.
+        """
+        indices = np.arange(len(known), len(known) + len(new), dtype=np.int32)
+        fresh, others = new, known
+        if len(joined):
+            indices = np.concatenate([joined.astype(np.int32), indices])
+            fresh, others = np.concatenate([known[joined], new]), np.delete(known, joined)
+        if not len(new):
+            before = int(joined[-1]) + 1 - len(joined) if len(joined) else 0
+            self._residency.unpin(others[before:])
+            others = others[:before]
+        tiers, offsets = self._residency.where(fresh)
+        return Hold(tree, key, others, fresh, tiers, offsets, float("inf"), indices)
+
+    def _tell_stored(self, hold: Hold, ready: Ids) -> None:
+        digest, stride = hold.tree.namespace.digest, hold.tree.key_bytes
+        for start, stop in runs(hold.indices[np.isin(hold.fresh, ready)]):
+            self.events.publish(BlockStored(digest, hold.key[: stop * stride], start, stop))
+
     def _abort(self, hold: Hold) -> None:
+        left = hold.fresh
+        if hold.heads is not None:
+            every = mask_of(hold.tree.namespace.layout, None)
+            left = self._residency.parts.abort(left, hold.heads, every)
         self._counts["aborted_blocks",] += len(hold.fresh)
-        self._residency.detach(hold.tree.match(hold.key).nodes, hold.fresh, "aborted")
+        if len(left):
+            self._residency.detach(hold.tree.match(hold.key).nodes, left, "aborted")
         self._residency.unpin(hold.ids)
 
     def _check_fits(self, namespace: Namespace, num_blocks: int) -> None:
@@ -367,3 +422,18 @@ class Pool(Upkeep):
             for move in self._residency.moves:
                 refs[move.ids] += 1
             assert np.array_equal(refs, table.refs), "2: one reference for each holder"
+            self._check_writers()
+
+    def _check_writers(self) -> None:
+        states, records = self._residency.table.states, self._residency.parts.records
+        writers = dict.fromkeys(np.flatnonzero(states == BlockState.RESERVED).tolist(), 0)
+        for hold in self._holds.reservations.values():
+            for block in hold.fresh[states[hold.fresh] == BlockState.RESERVED].tolist():
+                every = mask_of(hold.tree.namespace.layout, None)
+                assert block in records or hold.heads is None, "3: a part has a record"
+                heads = every if hold.heads is None else hold.heads
+                assert not writers[block] & heads, "3: no head has two writers"
+                writers[block] |= heads
+        for block, heads in writers.items():
+            part = records.get(block)
+            assert heads == part.claimed if part else heads, "3: what is claimed is written"

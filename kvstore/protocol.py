@@ -25,9 +25,10 @@ from kvstore.stats import DaemonStatus
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-OLDEST_VERSION = 1
-VERSION = 1
-"""Versions of the protocol that this code speaks."""
+OLDEST_VERSION = 2
+VERSION = 2
+"""Versions of the protocol that this code speaks. A daemon of version 1 would show blocks of which a part is
+written: it does not know ``Reserve.heads``."""
 
 MAX_FRAME_BYTES = 32 << 20
 """Longest body: 8 million tokens, or a million blocks by hash."""
@@ -116,6 +117,8 @@ class Reserve(Message, tag=6):
     id: int
     namespace: bytes
     key: Key
+    heads: tuple[int, int] | None = None
+    """Range ``[start, stop)`` of the KV heads that the client will write; None: all."""
 
 
 class Commit(Message, tag=7):

@@ -13,6 +13,9 @@ seal, which run on the mover.
 A block becomes visible before its checksum is known: a *seal* computes it in the background, where no
 move under way does so anyway. Seals hold no reference, so that they never keep a slot from a writer:
 the row says by the seal's number that it is still the block that the seal was made for.
+
+A block that was written in part only (:mod:`kvstore.parts`) lies in one tier and is never moved: a writer
+may bring the rest at any time. Where it is in the way it is dropped.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ import numpy as np
 from kvstore.blocks import FIRST_CHECKSUM, NO_CHECKSUM, NO_SLOT, BlockState, BlockTable
 from kvstore.errors import TooLargeError
 from kvstore.events import BlockRemoved, EventLog
+from kvstore.parts import Parts, mask_of
 from kvstore.tiers.arena import ALIGNMENT, slot_bytes
 from kvstore.tiers.moves import Move, checksums, copy_blocks, on_host
 from kvstore.tiers.tier import NamespaceTree, Tier, TierOrders
@@ -78,7 +82,10 @@ class Residency:
     1. table, arenas and trees keep their own invariants;
     2. the blocks in the trees are exactly the RESERVED and READY rows;
     3. no two blocks share a slot, and an arena's used slots are those of blocks and moves;
-    4. a tier's policy knows every node that has a block there, or one on its way there.
+    4. a tier's policy knows every node that has a block there, or one on its way there;
+    5. blocks with a record of parts are RESERVED and not moving, and their record is one of
+       :class:`kvstore.parts.Unfinished`; of a block that nobody writes something was committed; a RESERVED
+       block without a reference has a record, and nobody writes it.
     """
 
     def __init__(
@@ -95,6 +102,7 @@ class Residency:
         self.trees: dict[bytes, NamespaceTree] = {}
         self.order = TierOrders([tier.policy for tier in self.tiers])
         self.moves: set[Move] = set()
+        self.parts = Parts()
         self.counts: Counter[tuple[str, ...]] = Counter()
         self._size_classes: list[int] = []
         self._mover = mover
@@ -130,8 +138,7 @@ class Residency:
             tree = NamespaceTree(namespace, self.order)
         match = tree.match(key)
         ids = match.block_ids()
-        hidden = self.table.states[ids] != BlockState.READY
-        visible = ids[: int(hidden.argmax())] if hidden.any() else ids
+        visible = self._leading_ready(ids)
         block_tokens = namespace.layout.block_tokens
         if namespace.keys == "hash":
             max_hits = len(key) // namespace.key_bytes
@@ -141,10 +148,22 @@ class Residency:
             max_hits = max(0, tokens - 1) // block_tokens
         return Found(tree, match, visible, visible[:max_hits], tokens, max_hits)
 
+    def _leading_ready(self, ids: Ids) -> Ids:
+        hidden = self.table.states[ids] != BlockState.READY
+        return ids[: int(hidden.argmax())] if hidden.any() else ids
+
+    def joinable(self, ids: Ids, heads: int) -> NDArray[np.intp]:
+        """Positions of those of ``ids`` of which a writer may bring ``heads`` (a mask)."""
+        if not self.parts:
+            return np.empty(0, np.intp)
+        hidden = np.flatnonzero(self.table.states[ids] == BlockState.RESERVED)
+        return hidden[self.parts.joinable(ids[hidden], heads)]
+
     def publish(self, ids: Ids) -> Ids:
         """Make RESERVED ``ids`` READY, write them through, seal them; return those that were not GONE."""
         ready: Ids = ids[self.table.states[ids] == BlockState.RESERVED]
         self.table.states[ready] = BlockState.READY
+        self.parts.forget(ready)
         for index in range(len(self.tiers) - 1):
             here = ready[self.table.slots[index, ready] != NO_SLOT]
             if len(here):
@@ -387,6 +406,8 @@ class Residency:
         return self.tiers[index].arena.used_bytes < used
 
     def _demote(self, node: Node, ids: Ids, index: int) -> int | None:
+        """Move ``ids`` down, up to the first one that is not READY; say how many, as :meth:`move` does."""
+        ids = self._leading_ready(ids)
         self.tiers[index + 1].policy.touch(node.path())
         return self.move(ids, index, index + 1, drop_source=True)
 
@@ -394,8 +415,9 @@ class Residency:
         """Move the blocks of one slab into free slots of other slabs with slots of the same size.
 
         Returns:
-            How many more slots must be free elsewhere for that; 0 when the slab is empty; None when
-            it cannot be had now: blocks of every slab are in use, or a move is under way.
+            How many more slots must be free elsewhere for that; 0 when the slab is empty, or more is
+            free than before; None when it cannot be had now: blocks of every slab are in use, or a
+            move is under way.
         """
         arena, table = self.tiers[index].arena, self.table
         starts = table.slots[index].astype(np.int64) * ALIGNMENT
@@ -406,6 +428,9 @@ class Residency:
                 ((offsets >= start) & (offsets < stop)).any() for offsets in coming
             ):
                 continue
+            if (orphans := table.states[mates] == BlockState.RESERVED).any():
+                self.detach(list(self._nodes()), mates[orphans], "capacity")
+                return 0
             offsets, missing = arena.allocate_outside(slot_size, len(mates), start, stop)
             if missing or not len(mates):
                 return missing
@@ -464,6 +489,7 @@ class Residency:
         for index, count in enumerate(np.bincount(tiers, minlength=len(self.tiers)).tolist()):
             self.counts["evicted_blocks", self.tiers[index].name, reason] += count
         self.table.states[ids] = BlockState.GONE
+        self.parts.forget(ids)
         self._free(ids[self.table.refs[ids] == 0])
 
     def _free(self, ids: Ids) -> None:
@@ -485,11 +511,9 @@ class Residency:
             first = len(prefix) // tree.key_bytes - len(gone.blocks)
             ready = np.flatnonzero(self.table.states[gone.blocks] == BlockState.READY)
             ready = ready[ready >= keep] if gone is node else ready
-            for run in np.split(ready, np.flatnonzero(np.diff(ready) != 1) + 1):
-                if len(run):
-                    start, stop = first + int(run[0]), first + int(run[-1]) + 1
-                    key = prefix[: stop * tree.key_bytes]
-                    self._events.publish(BlockRemoved(tree.namespace.digest, key, start, stop))
+            for start, stop in runs(first + ready):
+                key = prefix[: stop * tree.key_bytes]
+                self._events.publish(BlockRemoved(tree.namespace.digest, key, start, stop))
 
     def _nodes(self) -> Iterator[Node]:
         for tree in self.trees.values():
@@ -560,6 +584,25 @@ class Residency:
                 )
                 if isinstance(tier.policy, LRU) and node in known and node.parent in known:
                     assert known[node] < known[node.parent], "4: LRU: parents are more recent"
+        self._check_parts(nodes)
+
+    def _check_parts(self, nodes: list[Node]) -> None:
+        table, records = self.table, self.parts.records
+        moving = [move.ids for move in self.moves]
+        rows = np.array([*records], np.int32)
+        assert (table.states[rows] == BlockState.RESERVED).all(), "5: RESERVED rows have records"
+        assert not np.isin(rows, np.concatenate(moving) if moving else []).any(), "5: none moves"
+        for node in nodes:
+            assert isinstance(node.tree, NamespaceTree)
+            every = mask_of(node.tree.namespace.layout, None)
+            for part in filter(None, map(records.get, node.blocks.tolist())):
+                assert part.missing, "5: something is missing"
+                assert part.claimed & ~part.missing == 0, "5: what is claimed is missing"
+                assert part.missing & ~every == 0, "5: what is missing are heads of the block"
+                assert part.claimed or part.missing != every, "5: something is there or coming"
+        unheld = np.flatnonzero((table.states == BlockState.RESERVED) & (table.refs == 0))
+        claims = [part.claimed if part else -1 for part in map(records.get, unheld.tolist())]
+        assert not any(claims), "5: a RESERVED row without a reference waits for the rest"
 
 
 def _below(node: Node) -> Iterator[Node]:
@@ -568,3 +611,10 @@ def _below(node: Node) -> Iterator[Node]:
         below = nodes.pop()
         yield below
         nodes.extend(below.children.values())
+
+
+def runs(positions: NDArray[np.int32] | NDArray[np.int64]) -> Iterator[tuple[int, int]]:
+    """Cut ascending ``positions`` into runs ``[start, stop)`` without gaps."""
+    for run in np.split(positions, np.flatnonzero(np.diff(positions) != 1) + 1):
+        if len(run):
+            yield int(run[0]), int(run[-1]) + 1

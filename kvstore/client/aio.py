@@ -102,11 +102,16 @@ class AsyncClient:
                 "the lease ran out before it was released: what was read may be wrong"
             )
 
-    async def reserve(self, namespace: Namespace, tokens: object) -> Reservation:
-        """Get slots for the blocks that no one holds or writes yet; none with ``access="read"``."""
+    async def reserve(
+        self, namespace: Namespace, tokens: object, *, heads: tuple[int, int] | None = None
+    ) -> Reservation:
+        """Get slots for the blocks that no one holds or writes yet; none with ``access="read"``.
+
+        ``heads`` is the range ``[start, stop)`` of the KV heads that are going to be written; None: all.
+        """
         if self._access == "read":
             return self._calls.no_reservation(namespace, "read_only")
-        return await self._run(self._calls.reserve(namespace, tokens))
+        return await self._run(self._calls.reserve(namespace, tokens, heads))
 
     async def commit(self, reservation: Reservation) -> int:
         """Make the written blocks visible; return how many became so."""

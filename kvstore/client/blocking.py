@@ -124,11 +124,16 @@ class Client:
                 "the lease ran out before it was released: what was read may be wrong"
             )
 
-    def reserve(self, namespace: Namespace, tokens: object) -> Reservation:
-        """Get slots for the blocks that no one holds or writes yet; none with ``access="read"``."""
+    def reserve(
+        self, namespace: Namespace, tokens: object, *, heads: tuple[int, int] | None = None
+    ) -> Reservation:
+        """Get slots for the blocks that no one holds or writes yet; none with ``access="read"``.
+
+        ``heads`` is the range ``[start, stop)`` of the KV heads that are going to be written; None: all.
+        """
         if self._access == "read":
             return self._calls.no_reservation(namespace, "read_only")
-        return self._run(self._calls.reserve(namespace, tokens))
+        return self._run(self._calls.reserve(namespace, tokens, heads))
 
     def commit(self, reservation: Reservation) -> int:
         """Make the written blocks visible; return how many became so."""

@@ -27,6 +27,7 @@ from kvstore.errors import (
 )
 from kvstore.explain import Explanation, Segment
 from kvstore.lease import Lease, Reservation
+from kvstore.parts import part_of
 from kvstore.protocol import (
     MAX_FRAME_BYTES,
     Abort,
@@ -291,8 +292,11 @@ class Calls:
 
     # -- writing --------------------------------------------------------------------------------
 
-    def reserve(self, namespace: Namespace, tokens: object) -> Call[Reservation]:
+    def reserve(
+        self, namespace: Namespace, tokens: object, heads: tuple[int, int] | None = None
+    ) -> Call[Reservation]:
         """See :meth:`kvstore.pool.Pool.reserve`."""
+        part = part_of(namespace.layout, heads)
         prompt = self._prompt(namespace, tokens)
 
         def read(answer: Answer) -> Reservation:
@@ -311,7 +315,7 @@ class Calls:
 
         return Call(
             "reserve",
-            lambda number: Reserve(number, prompt.namespace, prompt.key),
+            lambda number: Reserve(number, prompt.namespace, prompt.key, part),
             read,
             lambda reason: self.no_reservation(namespace, reason),
             prompt.num_tokens,

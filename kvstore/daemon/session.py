@@ -77,7 +77,8 @@ class Session:
             status: what the daemon is doing.
             access: ``read`` may not reserve.
             max_reserved_bytes: bytes of slots reserved by this session and not ended yet, at most;
-                a reservation that would exceed it gets the leading blocks that do not.
+                a reservation that would exceed it gets the leading blocks that do not. A part of a
+                block counts as the whole.
             counts: counters of the daemon, by the names of ``DAEMON_COUNTERS``.
         """
         self.draining = False
@@ -186,7 +187,9 @@ class Session:
         room = max(0, self._max_reserved_bytes - self.reserved_bytes) // slot_size
         if not self.reserved_bytes:
             room = max(1, room)  # also where half of the arena is less than a block
-        reservation = self._pool.reserve(namespace, request.key, max_blocks=room)
+        reservation = self._pool.reserve(
+            namespace, request.key, heads=request.heads, max_blocks=room
+        )
         self._counts["refused_session_budget"] += (
             reservation.refused > 0 and reservation.num_blocks == room
         )

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
+from itertools import permutations
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -161,6 +162,8 @@ class ClientContract(ABC):
 
     layout = KVLayout(num_layers=1, num_kv_heads=1, head_dim=8, dtype="float32", block_tokens=4)
     namespace = Namespace(b"weights", layout)
+    ranks = Namespace(b"weights", KVLayout(2, 4, 8, "float32", block_tokens=4))
+    """Blocks of four heads, as long as a page."""
 
     @abstractmethod
     def make_store(self, num_blocks: int) -> KVStore:
@@ -176,6 +179,20 @@ class ClientContract(ABC):
         """Write patterns into reserved slots."""
         for index, slot in zip(held.indices.tolist(), self.slots(held), strict=True):
             slot[:] = pattern(held.namespace, _prefix(tokens, index + 1, held.namespace))
+
+    def fill_part(self, held: Reservation, tokens: Sequence[int], heads: tuple[int, int]) -> None:
+        """Write what patterns have of ``heads`` into reserved slots, and nothing else."""
+        layout, part = held.namespace.layout, slice(*heads)
+        rows = (layout.num_layers, 2, layout.num_kv_heads, -1)
+        for index, slot in zip(held.indices.tolist(), self.slots(held), strict=True):
+            whole = pattern(held.namespace, _prefix(tokens, index + 1, held.namespace))
+            slot.reshape(rows)[:, :, part] = whole.reshape(rows)[:, :, part]
+
+    def put_part(self, store: KVStore, tokens: Sequence[int], heads: tuple[int, int]) -> int:
+        """Write ``heads`` of every block of ``tokens`` that lacks them."""
+        reservation = store.reserve(self.ranks, tokens, heads=heads)
+        self.fill_part(reservation, tokens, heads)
+        return store.commit(reservation)
 
     def slots(self, held: Lease | Reservation) -> list[np.ndarray]:
         """Views of the held blocks' bytes."""
@@ -533,6 +550,229 @@ class ClientContract(ABC):
                 missed = "lookup_tokens", "miss"
                 assert counts[missed] == seen.get(missed, 0) + 3
                 seen = counts
+
+    @pytest.mark.parametrize("order", [*permutations(((0, 1), (1, 2), (2, 4)))])
+    def test_ranks_write_their_heads_into_the_same_blocks(
+        self, order: tuple[tuple[int, int], ...]
+    ) -> None:
+        """In any order; the blocks show when every head is there, and then are right."""
+        with self.make_store(8) as store:
+            tokens = range(17)
+            held = {heads: store.reserve(self.ranks, tokens, heads=heads) for heads in order}
+            first, *others = held.values()
+            for other in others:
+                assert other.indices.tolist() == [0, 1, 2, 3]
+                assert other.offsets.tolist() == first.offsets.tolist(), "the same blocks"
+            for heads in reversed(order):
+                self.fill_part(held[heads], tokens, heads)
+            assert [store.commit(reservation) for reservation in held.values()] == [0, 0, 4]
+            with store.acquire(self.ranks, tokens) as lease:
+                assert lease.num_blocks == 4
+                self.check(lease, tokens)
+            store.drain()
+            stats = store.stats()
+            assert (stats.num_blocks, stats.held_blocks) == (4, 0)
+            assert stats.counts["stored_blocks",] == 4
+            assert not store.reserve(self.ranks, tokens, heads=(0, 2)).num_blocks
+
+    def test_nothing_of_a_part_shows(self) -> None:
+        """While others are missing, and while it is said to be stored."""
+        with self.make_store(8) as store:
+            tokens = range(17)
+            assert self.put_part(store, tokens, (0, 2)) == 0
+            assert store.lookup(self.ranks, tokens) == 0
+            told = store.explain(self.ranks, tokens)
+            assert [segment.cause for segment in told.segments] == [
+                *("being_stored", "incomplete_block")
+            ]
+            assert not store.reserve(self.ranks, tokens, heads=(0, 2)).num_blocks, "it is there"
+            assert self.put_part(store, range(24), (2, 4)) == 4, "and two of which nothing is there"
+            assert store.lookup(self.ranks, range(25)) == 16
+            assert self.put_part(store, range(24), (0, 2)) == 2
+            with store.acquire(self.ranks, range(25)) as lease:
+                assert lease.num_blocks == 6
+                self.check(lease, range(24))
+
+    def test_no_head_is_handed_to_two_writers(self) -> None:
+        """Neither to another engine's rank, nor to a rank of other size, nor to who writes all."""
+        with self.make_store(8) as store:
+            tokens = range(16)
+            first = store.reserve(self.ranks, tokens, heads=(1, 3))
+            for heads in ((1, 3), (0, 2), (2, 4), (0, 4), None):
+                assert not store.reserve(self.ranks, tokens, heads=heads).num_blocks, heads
+            ends = [store.reserve(self.ranks, tokens, heads=heads) for heads in ((0, 1), (3, 4))]
+            assert [end.num_blocks for end in ends] == [4, 4]
+            for reservation in (first, *ends):
+                store.abort(reservation)
+            whole = store.reserve(self.ranks, tokens, heads=(0, 4))
+            assert not store.reserve(self.ranks, tokens, heads=(0, 2)).num_blocks
+            self.fill(whole, tokens)
+            assert store.commit(whole) == 4
+            assert store.lookup(self.ranks, range(17)) == 16
+
+    def test_who_gives_up_a_part_leaves_the_others_theirs(self) -> None:
+        """The blocks wait, invisible, for the next one with these heads."""
+        with self.make_store(4) as store:
+            tokens = range(17)
+            first = store.reserve(self.ranks, tokens, heads=(0, 2))
+            second = store.reserve(self.ranks, tokens, heads=(2, 4))
+            self.fill_part(second, tokens, (2, 4))
+            store.abort(first)
+            assert store.commit(second) == 0
+            assert store.lookup(self.ranks, tokens) == 0
+            assert store.stats().held_blocks == 0
+            again = store.reserve(self.ranks, tokens, heads=(0, 2))
+            assert again.offsets.tolist() == second.offsets.tolist()
+            self.fill_part(again, tokens, (0, 2))
+            assert store.commit(again) == 4
+            with store.acquire(self.ranks, tokens) as lease:
+                assert lease.num_blocks == 4
+                self.check(lease, tokens)
+
+    def test_when_all_give_up_the_slots_come_back(self) -> None:
+        """Whoever ends last."""
+        with self.make_store(4) as store:
+            for _ in range(3):
+                held = [
+                    store.reserve(self.ranks, range(16), heads=(rank, rank + 1)) for rank in (0, 3)
+                ]
+                for reservation in held:
+                    assert store.stats().num_blocks == reservation.num_blocks == 4
+                    store.abort(reservation)
+                assert store.stats().num_blocks == 0
+                told = store.explain(self.ranks, range(17))
+                assert told.segments[0].cause == "aborted"
+
+    def test_a_writer_of_whole_blocks_completes_what_is_left(self) -> None:
+        """In the middle of what is known, together with what follows."""
+        with self.make_store(8) as store:
+            self.put(store, range(4), self.ranks)
+            self.put_part(store, range(12), (0, 2))
+            self.put_part(store, range(8), (2, 3))
+            whole = store.reserve(self.ranks, range(20))
+            assert whole.indices.tolist() == [1, 2, 3, 4]
+            self.fill(whole, range(20))
+            assert store.commit(whole) == 4
+            with store.acquire(self.ranks, range(21)) as lease:
+                assert lease.num_blocks == 5
+                self.check(lease, range(20))
+            store.drain()
+            assert store.stats().held_blocks == 0
+
+    def test_a_rewrite_that_is_half_done_counts_for_nothing(self) -> None:
+        """Heads that were there are missing when a writer that has them too gives up."""
+        with self.make_store(4) as store:
+            tokens = range(17)
+            self.put_part(store, tokens, (0, 2))
+            overlapping = store.reserve(self.ranks, tokens, heads=(1, 4))
+            assert overlapping.num_blocks == 4
+            store.abort(overlapping)
+            assert self.put_part(store, tokens, (2, 4)) == 0
+            assert self.put_part(store, tokens, (0, 1)) == 0, "it has it, and gets nothing"
+            assert self.put_part(store, tokens, (0, 2)) == 4
+            with store.acquire(self.ranks, tokens) as lease:
+                self.check(lease, tokens)
+
+    def test_parts_that_nobody_completes_make_room(self) -> None:
+        """They are evicted as other blocks are; those that somebody writes are not."""
+        with self.make_store(8) as store:
+            self.put_part(store, range(16), (0, 2))
+            held = store.reserve(self.ranks, range(100, 116), heads=(0, 2))
+            for start in range(200, 600, 100):
+                assert self.put(store, range(start, start + 16), self.ranks) == 4
+                assert store.lookup(self.ranks, range(start, start + 17)) == 16
+            again = store.reserve(self.ranks, range(16), heads=(2, 4))
+            assert again.num_blocks == 4, "all anew, in the place of the last prompt"
+            self.fill_part(held, range(100, 116), (0, 2))
+            self.fill_part(again, range(16), (2, 4))
+            assert (store.commit(held), store.commit(again)) == (0, 0)
+            assert self.put_part(store, range(100, 116), (2, 4)) == 4
+            assert self.put_part(store, range(16), (0, 2)) == 4
+            for start in (0, 100):
+                with store.acquire(self.ranks, range(start, start + 17)) as lease:
+                    assert lease.num_blocks == 4
+                    self.check(lease, range(start, start + 16))
+
+    @pytest.mark.parametrize("how", ["clear", "evict"])
+    def test_what_is_forgotten_meanwhile_is_not_mixed_with_what_comes_later(self, how: str) -> None:
+        """Old writers end without a trace, and keep their slots until then."""
+        with self.make_store(8) as store:
+            tokens = range(16)
+            old = [store.reserve(self.ranks, tokens, heads=heads) for heads in ((0, 2), (2, 4))]
+            if how == "clear":
+                store.clear()
+            else:
+                assert store.evict(self.ranks, tokens) == 4
+            new = store.reserve(self.ranks, tokens, heads=(0, 2))
+            assert set(new.offsets.tolist()).isdisjoint(old[0].offsets.tolist())
+            assert [store.commit(reservation) for reservation in old] == [0, 0]
+            assert store.stats().num_blocks == 4
+            self.fill_part(new, tokens, (0, 2))
+            assert store.commit(new) == 0
+            assert store.lookup(self.ranks, range(17)) == 0
+            assert self.put_part(store, tokens, (2, 4)) == 4
+            with store.acquire(self.ranks, range(17)) as lease:
+                assert lease.num_blocks == 4
+                self.check(lease, tokens)
+
+    @pytest.mark.parametrize(
+        "heads",
+        [
+            (0, 0),
+            (2, 1),
+            (-1, 2),
+            (0, 5),
+            (4, 5),
+            (0, 1 << 70),
+            (0,),
+            (0, 1, 2),
+            (0.0, 2.0),
+            "ab",
+            3,
+        ],
+    )
+    def test_heads_that_the_layout_does_not_have_are_refused(self, heads: Any) -> None:  # noqa: ANN401
+        """Before anything is done."""
+        with self.make_store(4) as store:
+            with pytest.raises(UsageError, match="heads"):
+                store.reserve(self.ranks, range(16), heads=heads)
+            many = Namespace(b"weights", KVLayout(1, 65, 1, "uint8", block_tokens=4))
+            with pytest.raises(UsageError, match="at most 64"):
+                store.reserve(many, range(16), heads=(0, 1))
+            assert store.stats().num_blocks == 0
+            whole = store.reserve(many, range(16), heads=(0, 65))
+            assert store.commit(whole) == 4
+
+    def test_threads_of_ranks(self) -> None:
+        """Ranks of engines of several sizes write overlapping prompts under pressure, and some give up."""
+        errors: list[BaseException] = []
+        sizes = [((0, 2), (2, 4)), ((0, 1), (1, 2), (2, 3), (3, 4)), ((0, 4),)]
+
+        def work(store: KVStore, seed: int) -> None:
+            rng = np.random.default_rng(seed)
+            try:
+                for _ in range(60):
+                    tokens = [7] * 8 + [int(rng.integers(0, 6))] * int(rng.integers(1, 24))
+                    for heads in rng.permutation(sizes[seed % 3]).tolist():
+                        reservation = store.reserve(self.ranks, tokens, heads=tuple(heads))
+                        self.fill_part(reservation, tokens, heads)
+                        (store.commit if rng.random() < 0.8 else store.abort)(reservation)
+                    with store.acquire(self.ranks, tokens) as lease:
+                        self.check(lease, tokens)
+            except BaseException as error:  # noqa: BLE001  (told by the main thread)
+                errors.append(error)
+
+        with self.make_store(24) as store:
+            threads = [threading.Thread(target=work, args=(store, seed)) for seed in range(6)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            assert not errors, errors[0]
+            store.drain()
+            stats = store.stats()
+            assert stats.held_blocks == 0
+            assert stats.counts["stored_blocks",] > 24
 
     def test_threads(self) -> None:
         """Readers and writers of overlapping prompts under pressure: own bytes or a miss."""

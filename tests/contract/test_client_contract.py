@@ -29,14 +29,17 @@ class TestClient(ClientContract):
         self.path = tmp_path / "kvstore.sock"
 
     def make_store(self, num_blocks):
-        daemon = DaemonThread(self.path, num_blocks * PAGE, max_session_bytes=num_blocks * PAGE)
+        daemon = DaemonThread(self.path, num_blocks * PAGE, max_session_bytes=4 * num_blocks * PAGE)
         return closing(kvstore.connect(daemon.url, on_failure="raise", deadline_s=10), daemon)
 
 
 class TestTcpClient(TestClient):
     def make_store(self, num_blocks):
         daemon = DaemonThread(
-            self.path, num_blocks * PAGE, max_session_bytes=num_blocks * PAGE, tcp_token="secret"
+            self.path,
+            num_blocks * PAGE,
+            max_session_bytes=4 * num_blocks * PAGE,
+            tcp_token="secret",
         )
         client = kvstore.connect(daemon.tcp_url, on_failure="raise", deadline_s=10, token="secret")
         return closing(client, daemon)
@@ -60,8 +63,8 @@ class Blocking:
     def __getattr__(self, name):
         method = getattr(self._client, name)
 
-        def call(*arguments):
-            result = method(*arguments)
+        def call(*arguments, **options):
+            result = method(*arguments, **options)
             return self._run(result) if asyncio.iscoroutine(result) else result
 
         return call
@@ -86,7 +89,7 @@ class TestAsyncClient(ClientContract):
 
     def make_store(self, num_blocks):
         return Blocking(
-            DaemonThread(self.path, num_blocks * PAGE, max_session_bytes=num_blocks * PAGE)
+            DaemonThread(self.path, num_blocks * PAGE, max_session_bytes=4 * num_blocks * PAGE)
         )
 
-    test_threads = None  # an event loop has one thread
+    test_threads = test_threads_of_ranks = None  # an event loop has one thread

@@ -24,6 +24,7 @@ from kvstore.daemon.server import WORKERS
 from kvstore.namespace import KVLayout, Namespace
 from kvstore.protocol import (
     MAX_FRAME_BYTES,
+    OLDEST_VERSION,
     VERSION,
     Abort,
     Acquire,
@@ -192,20 +193,25 @@ def served(tmp_path):
 
 
 class TestHandshake:
-    @pytest.mark.parametrize(("oldest", "newest"), [(1, 1), (0, 1), (1, 2), (1, 999)])
+    @pytest.mark.parametrize(
+        ("oldest", "newest"), [(VERSION, VERSION), (0, VERSION), (VERSION, 999)]
+    )
     def test_the_highest_common_version_is_spoken(self, served, oldest, newest):
         served.start()
         welcome = served.raw().ask(hello(oldest_version=oldest, version=newest))
         assert isinstance(welcome, Welcome)
-        assert welcome.version == 1
+        assert welcome.version == VERSION
 
-    @pytest.mark.parametrize(("oldest", "newest"), [(2, 2), (0, 0), (999, 999), (-1, 0)])
+    @pytest.mark.parametrize(
+        ("oldest", "newest"),
+        [(VERSION + 1, VERSION + 1), (0, OLDEST_VERSION - 1), (999, 999), (-1, 0)],
+    )
     def test_without_one_both_ranges_are_told(self, served, oldest, newest):
         served.start()
         client = served.raw()
         answer = client.ask(hello(oldest_version=oldest, version=newest))
         assert (answer.id, answer.error) == (0, "refused")
-        assert f"versions 1 to {VERSION}" in answer.message
+        assert f"versions {OLDEST_VERSION} to {VERSION}" in answer.message
         assert f"{oldest} to {newest}" in answer.message
         assert client.receive() is None
         assert served.counts["refused_clients"] == 1

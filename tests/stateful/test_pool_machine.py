@@ -1,8 +1,10 @@
 """Random use of a pool against a naive model: a set of the prefixes that were stored.
 
-Tiny tiers, two tokens, two block sizes, moves played in any order. After every step:
+Tiny tiers, two tokens, two block sizes, moves played in any order; writers of whole blocks and of parts.
+After every step:
 
 * what is resident was stored, and is closed under prefixes;
+* a block is visible when each of its heads was committed, and handed to one writer of a head at a time;
 * no block was lost: stored = resident + the evictions that were counted;
 * every leased block still has its own bytes, where the lease says;
 * what is pinned is resident until it is forgotten on request;
@@ -38,12 +40,28 @@ TOKENS = st.builds(
 )
 """Prompts that share trunks, so that most operations meet the blocks of another."""
 NAMESPACES = [
-    Namespace(b"a", KVLayout(1, 1, 8, "float32", block_tokens=2)),
-    Namespace(b"b", KVLayout(1, 1, 24, "float32", block_tokens=2)),  # longer, in slots of one size
-    Namespace(b"a", KVLayout(1, 1, 1024, "float32", block_tokens=1)),  # two pages
+    Namespace(b"a", KVLayout(1, 4, 2, "float32", block_tokens=2)),
+    Namespace(b"b", KVLayout(1, 4, 6, "float32", block_tokens=2)),  # longer, in slots of one size
+    Namespace(b"a", KVLayout(1, 4, 256, "float32", block_tokens=1)),  # two pages
 ]
+ALL_HEADS = frozenset(range(4))
+HEADS = st.sampled_from([None, None, None, (0, 2), (0, 2), (2, 4), (2, 4), (1, 2), (0, 3), (0, 4)])
 SPACE = st.sampled_from([NAMESPACES[0], *NAMESPACES])
 INDEX_REASONS = {"capacity", "aborted", "evicted", "cleared", "corrupt"}
+
+
+class Unfinished:
+    """What the model knows of a block that is being written."""
+
+    def __init__(self):
+        self.written: frozenset[int] = frozenset()
+        self.writers: dict[int, frozenset[int]] = {}
+        """Heads by the id of their writer's reservation."""
+
+    def lacks(self, heads):
+        """Whether a writer of ``heads`` may have it."""
+        claimed = frozenset().union(*self.writers.values())
+        return not claimed & heads and bool(heads - self.written)
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -65,6 +83,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.lost = 0
         self.held: dict[int, tuple] = {}
         self.pinned: dict[str, set[tuple[bytes, bytes]]] = {}
+        self.unfinished: dict[tuple[bytes, bytes], Unfinished] = {}
 
     # -- helpers
 
@@ -77,7 +96,7 @@ class PoolMachine(RuleBasedStateMachine):
         for tier, offset in zip(held.tiers.tolist(), held.offsets.tolist(), strict=True):
             yield self.pool.buffer(self.pool.tier_names[tier])[offset : offset + held.block_bytes]
 
-    def resident(self):
+    def resident(self, wanted=BlockState.READY):
         table = self.pool._residency.table
         found = set()
         for tree in self.pool._residency.trees.values():
@@ -85,7 +104,7 @@ class PoolMachine(RuleBasedStateMachine):
                 prefix = tree.prefix(node)
                 above = len(prefix) // tree.key_bytes - len(node.blocks)
                 for position, state in enumerate(table.states[node.blocks].tolist()):
-                    if state == BlockState.READY:
+                    if state == wanted:
                         stop = (above + position + 1) * tree.key_bytes
                         found.add((tree.namespace.digest, prefix[:stop]))
         return found
@@ -107,12 +126,18 @@ class PoolMachine(RuleBasedStateMachine):
         assert len(gone) == self.evictions() - self.lost, "every block that left was counted, once"
         self.lost += len(gone)
         self.stored = resident
+        unfinished = self.resident(BlockState.RESERVED)
+        assert unfinished <= set(self.unfinished), "what is unfinished was begun"
+        self.unfinished = {name: self.unfinished[name] for name in unfinished}
+        for block in self.unfinished.values():
+            assert block.writers or block.written, "it has bytes, or somebody brings them"
+            assert block.written < ALL_HEADS, "it is not finished"
         return len(gone)
 
     # -- rules
 
-    @rule(target=reservations, namespace=SPACE, tokens=TOKENS)
-    def reserve(self, namespace, tokens):
+    @rule(target=reservations, namespace=SPACE, tokens=TOKENS, heads=HEADS)
+    def reserve(self, namespace, tokens, heads):
         slots = {tier.name: tier.capacity_bytes for tier in self.pool.stats().tiers}
         prefixes = self.prefixes(namespace, tokens)
         size = -(-namespace.layout.block_bytes // 4096) * 4096
@@ -121,34 +146,68 @@ class PoolMachine(RuleBasedStateMachine):
             tokens = tokens[: len(prefixes) * namespace.layout.block_tokens]
         small = {space.digest for space in NAMESPACES[:2]}
         alike = all(digest in small for digest, _ in self.stored) and namespace.digest in small
-        reservation = self.pool.reserve(namespace, tokens)
+        mine = ALL_HEADS if heads is None else frozenset(range(*heads))
+        known = self.indexed(namespace, prefixes)
+        names = [(namespace.digest, prefix) for prefix in prefixes]
+        joined = [
+            position
+            for position, name in enumerate(names[:known])
+            if name in self.unfinished and self.unfinished[name].lacks(mine)
+        ]
+        reservation = self.pool.reserve(namespace, tokens, heads=heads)
+        indices = reservation.indices.tolist()
+        assert indices[: len(joined)] == joined, "all that lack these heads"
+        assert indices[len(joined) :] == [*range(known, known + len(indices) - len(joined))]
+        assert reservation.refused == len(joined) + len(prefixes) - known - len(indices)
+        for position in indices:
+            block = self.unfinished.setdefault(names[position], Unfinished())
+            block.written -= mine
+            block.writers[reservation.held_id] = mine
         lost = self.forget_evicted()
         if alike and len(slots) == 1:
             assert lost <= reservation.num_blocks, "no more is evicted than is needed"
         for index, view in zip(reservation.indices.tolist(), self.views(reservation), strict=True):
-            view[:] = pattern(namespace, prefixes[index])
+            rows, whole = (2, 4, -1), pattern(namespace, prefixes[index])
+            part = slice(min(mine), max(mine) + 1)
+            view.reshape(rows)[:, part] = whole.reshape(rows)[:, part]
         return (reservation, prefixes)
 
     @rule(held=consumes(reservations))
     def commit(self, held):
-        reservation, prefixes = held
-        table = self.pool._residency.table
-        hold = self.pool._holds.reservations.get(reservation.held_id)
-        fresh = hold.fresh if hold else np.empty(0, np.int32)
-        alive = table.states[fresh] == BlockState.RESERVED
-        assert self.pool.commit(reservation) == alive.sum()
-        for index in reservation.indices[alive].tolist():
-            self.stored.add((reservation.namespace.digest, prefixes[index]))
+        finished = set()
+        for name, block in self.written_by(*held):
+            block.written |= block.writers.pop(held[0].held_id)
+            if block.written == ALL_HEADS:
+                finished.add(name)
+                del self.unfinished[name]
+        assert self.pool.commit(held[0]) == len(finished)
+        self.stored |= finished
         self.forget_evicted()
 
-    @rule(namespace=SPACE, tokens=TOKENS)
-    def put(self, namespace, tokens):
-        self.commit(self.reserve(namespace, tokens))
+    def written_by(self, reservation, prefixes):
+        """Blocks that a reservation still writes: those that were forgotten meanwhile are nobody's."""
+        for position in reservation.indices.tolist():
+            name = reservation.namespace.digest, prefixes[position]
+            block = self.unfinished.get(name)
+            if block and reservation.held_id in block.writers:
+                yield name, block
+
+    @rule(namespace=SPACE, tokens=TOKENS, heads=HEADS)
+    def put(self, namespace, tokens, heads):
+        self.commit(self.reserve(namespace, tokens, heads))
 
     @rule(held=consumes(reservations))
     def abort(self, held):
+        given_up = False
+        for name, block in [*self.written_by(*held)]:
+            del block.writers[held[0].held_id]
+            given_up |= not block.writers and not block.written
+            if given_up:  # and what is behind it
+                del self.unfinished[name]
+        left = len(self.unfinished)
         self.pool.abort(held[0])
         self.forget_evicted()
+        assert given_up or len(self.unfinished) == left, "the others keep theirs"
 
     @rule(target=leases, namespace=SPACE, tokens=TOKENS)
     def acquire(self, namespace, tokens):

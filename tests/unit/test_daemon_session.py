@@ -435,3 +435,47 @@ class TestBlocksElsewhere:
         assert session.handle(Verify(2, held.held))() == Number(2, 2)
         session.end_leases()
         world.close()
+
+
+class TestParts:
+    RANKS = Namespace(b"w", KVLayout(1, 4, 8, "float32", block_tokens=4))
+    ENCODED = encode_namespace(RANKS)
+
+    def reserve(self, session, tokens, heads):
+        return session.handle(Reserve(1, self.ENCODED, key(tokens), heads))
+
+    def test_sessions_share_blocks_and_a_block_shows_when_all_have_committed(self, world):
+        left, right = world.session(), world.session()
+        first, second = (
+            self.reserve(session, range(8), heads)
+            for session, heads in ((left, (0, 2)), (right, (2, 4)))
+        )
+        assert first.offsets == second.offsets
+        assert first.held != second.held
+        assert left.handle(Commit(2, second.held)).error == "not_held", "it is the other's"
+        assert left.handle(Commit(2, first.held)) == Number(2, 0)
+        assert right.handle(Commit(2, second.held)) == Number(2, 2)
+        assert left.handle(Lookup(3, self.ENCODED, key(range(9)))) == Number(3, 8)
+
+    def test_a_session_that_ends_leaves_the_others_theirs(self, world):
+        left, right = world.session(), world.session()
+        self.reserve(left, range(8), (0, 2))
+        second = self.reserve(right, range(8), (2, 4))
+        left.end_reservations()
+        world.pool.check_invariants()
+        assert right.handle(Commit(2, second.held)) == Number(2, 0)
+        again = self.reserve(world.session(), range(8), (0, 2))
+        assert again.offsets == second.offsets
+
+    def test_a_part_counts_as_the_whole_block(self, world):
+        session = world.session(max_reserved_bytes=3 * PAGE)
+        for heads, blocks in (((0, 2), 2), ((2, 4), 1)):
+            assert len(offsets(self.reserve(session, range(8), heads))) == blocks
+        assert session.reserved_bytes == 3 * PAGE
+        assert world.counts["refused_session_budget"] == 1
+
+    @pytest.mark.parametrize("heads", [(0, 0), (3, 5), (-1, 2), (2**62, 2**63)])
+    def test_heads_that_there_are_not_are_a_usage_error(self, world, heads):
+        answer = self.reserve(world.session(), range(8), heads)
+        assert (answer.id, answer.error) == (1, "usage")
+        assert world.pool.stats().num_blocks == 0
