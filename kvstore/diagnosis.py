@@ -44,7 +44,12 @@ def explain(residency: Residency, namespace: Namespace, key: bytes) -> Explanati
     segments = list(_hits(residency, found.usable, width))
     if hits < reached:
         segments.append(
-            _miss(hits * width, reached * width, "being_stored", "somebody is writing these blocks")
+            _miss(
+                hits * width,
+                reached * width,
+                "being_stored",
+                "somebody is writing these blocks, or has written a part of them",
+            )
         )
     if reached < found.max_hits:
         cause, detail = _why(residency, namespace, key, reached)
