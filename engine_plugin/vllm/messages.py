@@ -33,6 +33,9 @@ class WorkerLayout(KVConnectorHandshakeMetadata):
 class Load:
     """Blocks of a request that the workers copy from the store."""
 
+    number: int
+    """Of this load: a request may have several, one after the other."""
+    prompt: int
     request_id: str
     first: int
     """Position of the first one in the prompt, in blocks."""
@@ -43,48 +46,52 @@ class Load:
 
 @dataclass(frozen=True)
 class Save:
-    """Blocks of a request that the workers copy to the store, if it has not got them."""
+    """Blocks of a prompt that the workers copy to the store, if it has not got them."""
 
     job: int
-    request_id: str
+    prompt: int
     first: int
     blocks: list[int]
 
 
 @dataclass
 class StepMetadata(KVConnectorMetadata):
-    """One step's work."""
+    """One step's work. Prompts have numbers, since two requests may have one name."""
 
-    namespaces: dict[str, Namespace] = field(default_factory=dict)
-    """Of the requests that are mentioned for the first time."""
-    keys: dict[str, bytes] = field(default_factory=dict)
-    """Key bytes to append to what is known of each request's prompt."""
+    namespaces: dict[int, Namespace] = field(default_factory=dict)
+    """Of the prompts that are mentioned for the first time."""
+    keys: dict[int, bytes] = field(default_factory=dict)
+    """Key bytes to append to what is known of each prompt."""
+    early_saves: list[Save] = field(default_factory=list)
+    """To be begun before the forward pass: their blocks are free, and may be written by it."""
+    overwritten: list[int] = field(default_factory=list)
+    """Those of the blocks of saves not reported yet that this step writes to."""
     loads: list[Load] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
-    forgotten: list[str] = field(default_factory=list)
-    """Requests that will not be mentioned again."""
+    """To be begun after the forward pass, which fills their blocks."""
+    forgotten: list[int] = field(default_factory=list)
+    """Prompts that will not be mentioned again."""
 
 
 @dataclass
 class StepResults(KVConnectorWorkerMetadata):
     """What ended since the last step, and on how many ranks."""
 
-    loads: dict[str, int] = field(default_factory=dict)
-    """Ranks on which each request's load has ended, well or not."""
+    loads: dict[int, int] = field(default_factory=dict)
+    """Ranks on which each load has ended, well or not."""
     saves: dict[int, int] = field(default_factory=dict)
     """Ranks on which each job has ended, well or not."""
-    failed: set[str] = field(default_factory=set)
-    """Requests whose load failed on some rank."""
+    failed: set[int] = field(default_factory=set)
+    """Loads that failed on some rank."""
     failed_saves: set[int] = field(default_factory=set)
     """Jobs that failed on some rank."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> StepResults:
         """Add up the ranks."""
         assert isinstance(other, StepResults)
-        for request_id, ranks in other.loads.items():
-            self.loads[request_id] = self.loads.get(request_id, 0) + ranks
-        for job, ranks in other.saves.items():
-            self.saves[job] = self.saves.get(job, 0) + ranks
+        for mine, theirs in ((self.loads, other.loads), (self.saves, other.saves)):
+            for number, ranks in theirs.items():
+                mine[number] = mine.get(number, 0) + ranks
         self.failed |= other.failed
         self.failed_saves |= other.failed_saves
         return self

@@ -33,8 +33,6 @@ class Options(BaseModel):
     """Name of the weights in hex, for models without files on this host; by default their digest."""
     tenant: str | None = None
     """Whose blocks these are; engines with another tenant do not see them."""
-    max_pinned_part: float = Field(0.5, gt=0, le=1)
-    """Part of the engine's blocks that may wait to be stored; what comes beyond it is not stored."""
     sync_load_s: float = Field(0.005, ge=0)
     """``load="auto"`` lets the engine wait for loads that take no longer than this, in seconds."""
     wait_s: float = Field(2.0, ge=0, le=60)

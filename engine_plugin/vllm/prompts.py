@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,9 @@ FROM_SEED = "dummy"
 FROM_FILES = frozenset({"auto", "hf", "safetensors", "mistral", "pt", "npcache", "bitsandbytes"})
 """Load formats that read the model's own files, and nothing else."""
 
+LENGTH_DEPENDENT_ROPE = frozenset({"longrope", "su", "dynamic"})
+"""RoPE variants that vLLM computes otherwise for engines made for longer prompts."""
+
 
 class Namespaces:
     """The namespaces of one engine: one for each adapter and salt."""
@@ -37,7 +41,8 @@ class Namespaces:
         self._layout, self._tenant = layout, options.tenant
         self._model = model_digest(vllm_config, options)
         self._settings = engine_settings(vllm_config)
-        self._adapters: dict[int, tuple[str, bytes]] = {}
+        self._adapters: dict[int, tuple[tuple[object, ...], bytes]] = {}
+        """What each adapter's files looked like, and their digest."""
         self._known: dict[tuple[bytes | None, str | None], Namespace] = {}
 
     @property
@@ -72,12 +77,24 @@ class Namespaces:
         self._known.clear()
 
     def _adapter(self, lora: LoRARequest) -> bytes:
-        """Digest of the adapter's files, as they were when vLLM first loaded it."""
-        path, found = self._adapters.get(lora.lora_int_id, ("", b""))
-        if not found or path != lora.lora_path or lora.load_inplace:
-            found = adapter_digest(Path(lora.lora_path))
-            self._adapters[lora.lora_int_id] = lora.lora_path, found
-        return found
+        """Digest of the adapter's files, as they were when it was first asked for.
+
+        Raises:
+            UsageError: they have changed since: vLLM may have loaded the old ones or the new ones.
+        """
+        stamp = (lora.lora_path, *_stamps(Path(lora.lora_path)))
+        known = self._adapters.get(lora.lora_int_id)
+        if known is None or (known[0] != stamp and lora.load_inplace):
+            known = stamp, adapter_digest(Path(lora.lora_path))
+            self._adapters[lora.lora_int_id] = known
+        if known[0] != stamp:
+            raise UsageError(f"the files of adapter {lora.lora_name!r} have changed")
+        return known[1]
+
+
+def _stamps(path: Path) -> list[tuple[str, int, int]]:
+    found = sorted(path.iterdir()) if path.is_dir() else []
+    return [(file.name, (s := file.stat()).st_size, s.st_mtime_ns) for file in found]
 
 
 def model_digest(vllm_config: VllmConfig, options: Options) -> bytes:
@@ -117,15 +134,36 @@ def _local_path(model: str, revision: str | None) -> Path:
 def engine_settings(vllm_config: VllmConfig) -> bytes:
     """Digest of what else decides the keys and values: configuration, dtypes and quantisation."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
+    configured = model.hf_config.to_dict()
+    words = set(re.findall(r"\w+", str(configured)))
+    depends_on_length = not words.isdisjoint(LENGTH_DEPENDENT_ROPE)
     config = {
-        "model": model.hf_config.to_dict(),
-        "dtype": str(model.dtype),
+        "model": configured,
+        "model_classes": model.architectures,
+        "computed_in": str(model.dtype),
+        "rope_length": model.max_model_len if depends_on_length else None,
         "quantization": str(model.quantization),
         "kv_dtype": str(cache.cache_dtype),
         "kv_scales": bool(getattr(cache, "calculate_kv_scales", False)),
+        "media": _media_settings(vllm_config),
         "lora_dtype": str(getattr(vllm_config.lora_config, "lora_dtype", None)),
     }
     return settings_digest(config)
+
+
+def _media_settings(vllm_config: VllmConfig) -> list[str]:
+    """What decides how media are processed, besides what vLLM's own hash of a medium covers."""
+    model = vllm_config.model_config
+    multimodal = model.multimodal_config
+    if multimodal is None:
+        return []
+    names = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+    files = [Path(model.model) / name for name in names]
+    return [
+        str(multimodal.mm_processor_kwargs),
+        str(getattr(multimodal, "video_pruning_rate", None)),
+        *(file.read_text() for file in files if file.is_file()),
+    ]
 
 
 class Prompt:

@@ -6,17 +6,20 @@ only while another one loads the blocks that it needs, or (when its parameters s
 engine has stored them. One whose load failed is not offered anything again: it is computed.
 
 *Loading.* The lease is held until every rank has loaded; each rank takes one of its own for that time.
+vLLM takes blocks into its own prefix cache before a synchronous load has succeeded. So nobody else may
+use them, and nothing that was computed from them is stored, until that is known; if it fails, that
+cache is emptied, since what else stems from them cannot be told.
 
-*Storing.* A block is handed to the workers in the step that fills it. It is pinned in vLLM's block pool
-until every rank has reported, so that neither preemption nor the end of the request can make it another
-request's block meanwhile. Too many pinned blocks are not stored, or later.
+*Storing.* A block is handed to the workers in the step that fills it. It may be freed and used again
+before it is copied: so the workers are told which blocks a step writes to, and let it wait, for a
+moment, until those are copied, or else give them up. Nothing is pinned, and vLLM's pool stays its own.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from engine_plugin.vllm.messages import Load, Mode, Save, StepMetadata
@@ -27,8 +30,7 @@ from kvstore.errors import KVStoreError, LeaseError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from vllm.v1.core.block_pool import BlockPool
-    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
@@ -53,10 +55,12 @@ POLL_S = 0.005
 """How long before the daemon is asked again for blocks that are expected."""
 
 
-@dataclass
+@dataclass(eq=False)
 class _Request:
     """What is known of one request."""
 
+    number: int
+    """Its name for the workers."""
     request: Request
     prompt: Prompt
     reads: bool
@@ -73,21 +77,36 @@ class _Request:
     """Blocks that vLLM had when it asked last."""
     mode: Mode = "sync"
     """How it was told that the load would be done."""
-    loading: Load | None = None
     handed_over: int = 0
-    """Leading blocks that are in the store, or on their way there, or were given up."""
+    """Leading blocks that are in the store, or on their way there."""
     store_at: float = 0.0
     """Not before, after a save that failed."""
     told: int = 0
     """Key bytes that the workers know."""
 
 
-@dataclass
-class _Job:
-    """Blocks on their way to the store."""
+@dataclass(eq=False)
+class _Loading:
+    """A load under way."""
 
-    request_id: str
-    blocks: list[KVCacheBlock] = field(default_factory=list)
+    state: _Request
+    load: Load
+    lease: Lease
+    ranks_left: int
+    failed: bool = False
+    ended: bool = False
+    """Whether the request ended meanwhile."""
+    save: Save | None = None
+    """What it leaves to be stored, if the load succeeds."""
+
+
+@dataclass(eq=False)
+class _Saving:
+    """A save that some rank has not reported."""
+
+    state: _Request
+    blocks: list[int]
+    ranks_left: int
 
 
 class Scheduler:
@@ -98,7 +117,7 @@ class Scheduler:
         store: KVStore,
         namespaces: Namespaces,
         options: Options,
-        pool: BlockPool,
+        manager: KVCacheManager,
         *,
         num_ranks: int,
         block_bytes: int,
@@ -110,29 +129,25 @@ class Scheduler:
             store: a client of the daemon, which answers within a deadline or misses.
             namespaces: of the engine's model.
             options: of the connector.
-            pool: vLLM's blocks, to pin those that are read.
+            manager: vLLM's blocks and prefix cache.
             num_ranks: workers that report each load and save.
             block_bytes: of one block on one rank, to guess how long a load takes.
             clock: monotonic seconds.
         """
         self.stats = Stats()
-        self._store, self._namespaces, self._options, self._pool = store, namespaces, options, pool
+        self._store, self._namespaces, self._options = store, namespaces, options
+        self._manager = manager
         self.reads = self.writes = True
         """Whether the engine uses what is stored, and whether it stores."""
         self._num_ranks, self._clock = num_ranks, clock
         self._block_bytes = block_bytes
         self._width = namespaces.block_tokens
         self._requests: dict[str, _Request] = {}
-        self._loads: dict[str, tuple[Lease, int]] = {}
-        """Of every load under way: the lease, and how many ranks have still to report."""
-        self._jobs: dict[int, tuple[_Job, int]] = {}
-        """Of every save under way: what it is, and how many ranks have still to report."""
-        self._failed: set[str] = set()
-        """Requests whose load is under way and has failed on some rank."""
-        self._parked: dict[str, tuple[Load, Save | None]] = {}
-        """Of requests that ended before their load was known to have succeeded: what to store then."""
-        self._next_job = 0
-        self._num_pinned = 0
+        self._loads: dict[int, _Loading] = {}
+        """Loads under way, by number."""
+        self._saves: dict[int, _Saving] = {}
+        """Saves under way, by job."""
+        self._last_number = 0
         self._step = StepMetadata()
 
     # -- asking ---------------------------------------------------------------------------------
@@ -152,6 +167,7 @@ class Scheduler:
                 *(request.request_id, ", ".join(unknown), ", ".join(sorted(KNOWN_PARAMETERS))),
             )
         self._requests[request.request_id] = _Request(
+            self._number(),
             request,
             prompt,
             reads=self.reads and not given.get(SKIP_READ, False),
@@ -160,31 +176,59 @@ class Scheduler:
             wait_until=self._clock() + self._options.wait_s,
         )
 
-    def find(self, request_id: str, num_computed: int) -> tuple[int | None, bool]:
+    def _number(self) -> int:
+        """Return a number that nothing had before."""
+        self._last_number += 1
+        return self._last_number
+
+    def find(self, request: Request, num_computed: int) -> tuple[int | None, bool]:
         """Return how many tokens behind ``num_computed`` can be loaded, and whether between steps.
 
         None for the number: ask again later.
         """
-        state = self._requests.get(request_id)
-        if state is None or not state.reads or state.request.skip_reading_prefix_cache:
-            return 0, False
+        state = self._requests.get(request.request_id)
+        if state is None:  # its prompt is not known: it may be the one of any load
+            return (None if self._unsure_blocks() else 0), False
         state.local_blocks = num_computed // self._width
-        if state.local_blocks >= (state.request.num_tokens - 1) // self._width:
-            return 0, False
-        if self._is_being_loaded(state):
+        if self._needs_other_load(state):
             self.stats.add(deferred=1)
             return None, False
+        if (
+            not state.reads
+            or request.skip_reading_prefix_cache
+            or state.local_blocks >= (request.num_tokens - 1) // self._width
+        ):
+            return 0, False
         try:
             if not self._has_answer(state) and not self._ask(state):
                 return None, False
         except KVStoreError as error:
-            self._give_up(state, error)
+            logger.warning("request %s is not cached: %s", request.request_id, error)
+            self._leave_out(state)
         lease = state.lease
         num_blocks = 0 if lease is None else lease.num_blocks - state.local_blocks
         if num_blocks <= 0:
             return 0, False
         state.mode = self._mode(num_blocks)
         return num_blocks * self._width, state.mode == "async"
+
+    def _needs_other_load(self, state: _Request) -> bool:
+        """Whether another request loads blocks that this one has from vLLM's cache, or needs next."""
+        for loading in self._loads.values():
+            load, other = loading.load, loading.state
+            needed = state.local_blocks + 1
+            if load.mode != "async":  # vLLM has taken them for its own already
+                needed = min(needed, load.first + 1)
+            if (
+                other is not state
+                and not loading.ended
+                and load.first < needed <= load.first + len(load.blocks)
+                and other.prompt.namespace == state.prompt.namespace
+                and needed <= state.request.num_tokens // self._width
+                and other.prompt.head(needed) == state.prompt.head(needed)
+            ):
+                return True
+        return False
 
     def _has_answer(self, state: _Request) -> bool:
         """Whether the daemon was asked; an answer that has run out in the queue is given back."""
@@ -194,12 +238,8 @@ class Scheduler:
             state.asked, state.lease = False, None
         return state.asked
 
-    def _give_up(self, state: _Request, error: KVStoreError) -> None:
-        """Leave the store out of a request that it has no use for."""
-        logger.warning("request %s is not cached: %s", state.request.request_id, error)
-        self._leave_out(state)
-
     def _leave_out(self, state: _Request) -> None:
+        """Neither read nor write for this request any more."""
         self._release(state.lease)
         state.lease, state.reads, state.writes = None, False, False
 
@@ -221,24 +261,6 @@ class Scheduler:
         self.stats.add(hit_tokens=hits * self._width)
         return True
 
-    def _is_being_loaded(self, state: _Request) -> bool:
-        """Whether another request loads the first block that this one lacks."""
-        needed = state.local_blocks + 1
-        for request_id, (lease, _) in self._loads.items():
-            other = self._requests.get(request_id)
-            if other is None or other is state:
-                continue
-            load = other.loading
-            if (
-                load
-                and load.mode == "async"
-                and lease.namespace == state.prompt.namespace
-                and load.first < needed <= load.first + len(load.blocks)
-                and other.prompt.head(needed) == state.prompt.head(needed)
-            ):
-                return True
-        return False
-
     def _mode(self, num_blocks: int) -> Mode:
         if self._options.load != "auto":
             return self._options.load
@@ -247,24 +269,36 @@ class Scheduler:
 
     # -- loading --------------------------------------------------------------------------------
 
-    def allocated(self, request_id: str, blocks: Sequence[int], num_external: int) -> None:
+    def allocated(self, request: Request, blocks: Sequence[int], num_external: int) -> None:
         """Plan the load into the request's ``blocks``, of which the first ones are vLLM's own hits."""
-        state = self._requests.get(request_id)
+        state = self._requests.get(request.request_id)
         if state is None:
             return
-        lease, state.lease = state.lease, None
         if not num_external:
-            if state.loading is None:
-                self._release(lease)
-                state.asked = False
+            if self._load_of(state) is None:
+                self._release(state.lease)
+                state.lease, state.asked = None, False
             return
+        lease, state.lease, state.asked = state.lease, None, False
         assert lease is not None
         first, count = state.local_blocks, num_external // self._width
-        load = Load(request_id, first, list(blocks[first : first + count]), state.mode)
-        state.loading, state.asked = load, False
-        self._loads[request_id] = lease, self._num_ranks
+        number = self._number()
+        load = Load(
+            number,
+            state.number,
+            request.request_id,
+            first,
+            list(blocks[first : first + count]),
+            state.mode,
+        )
+        self._loads[number] = _Loading(state, load, lease, self._num_ranks)
         self._tell(state, first + count)
         self._step.loads.append(load)
+
+    def _load_of(self, state: _Request) -> _Loading | None:
+        """Return the last load of a request that is under way."""
+        mine = [loading for loading in self._loads.values() if loading.state is state]
+        return mine[-1] if mine else None
 
     # -- storing --------------------------------------------------------------------------------
 
@@ -272,6 +306,7 @@ class Scheduler:
         """Return the step's work."""
         tables = output.kv_connector_block_state
         unsure = self._unsure_blocks()
+        self._step.overwritten = self._overwritten(output)
         for request_id, num_tokens in output.num_scheduled_tokens.items():
             state = self._requests.get(request_id)
             if state is None or not state.writes or self._clock() < state.store_at:
@@ -280,17 +315,28 @@ class Scheduler:
             if stop > state.handed_over:
                 found = tables.get_block_ids(request_id) if tables else None
                 if found is not None and unsure.isdisjoint(found[0]):
-                    self._save(state, found[0], stop)
+                    self._step.saves += self._save(state, found[0], stop)
         step, self._step = self._step, StepMetadata()
         return step
+
+    def _overwritten(self, output: SchedulerOutput) -> list[int]:
+        """Blocks that this step writes to, of those that wait to be copied to the store."""
+        waiting = {block for saving in self._saves.values() for block in saving.blocks}
+        if not waiting:
+            return []
+        written = {block for load in self._step.loads for block in load.blocks}
+        for new in output.scheduled_new_reqs:
+            written.update(new.block_ids[0][new.num_computed_tokens // self._width :])
+        for ids in output.scheduled_cached_reqs.new_block_ids:
+            written.update(ids[0] if ids else ())
+        return list(waiting & written)
 
     def _unsure_blocks(self) -> set[int]:
         """Engine blocks whose load a forward pass does not wait for to have succeeded.
 
         What is computed from them is stored when that is known, by whichever request.
         """
-        loads = [state.loading for state in self._requests.values() if state.loading]
-        loads += [load for load, _ in self._parked.values()]
+        loads = [loading.load for loading in self._loads.values()]
         return {block for load in loads if load.mode != "async" for block in load.blocks}
 
     def _num_full(self, request: Request, num_computed: int) -> int:
@@ -298,37 +344,26 @@ class Scheduler:
         known = request.num_tokens if self._options.save_decode else request.num_prompt_tokens
         return min(num_computed, known) // self._width
 
-    def _save(self, state: _Request, block_ids: Sequence[int], stop: int) -> None:
-        """Hand the blocks up to ``stop`` that are not in the store to the workers, if room is left."""
-        if save := self._pin(state, block_ids, stop):
-            self._step.saves.append(save)
-
-    def _pin(self, state: _Request, block_ids: Sequence[int], stop: int) -> Save | None:
-        """Pin those blocks, and make a job of them."""
+    def _save(self, state: _Request, block_ids: Sequence[int], stop: int) -> list[Save]:
+        """Return a job, or none, for the blocks up to ``stop`` that are not in the store."""
         first = state.handed_over
-        limit = int(self._options.max_pinned_part * self._pool.num_gpu_blocks)
-        stop = min(stop, first + limit - self._num_pinned)
         ids = list(block_ids[first:stop])
-        if not ids or len(ids) < stop - first or 0 in ids:  # no room, or no such block any more
-            return None
-        request_id = state.request.request_id
-        blocks = [self._pool.blocks[index] for index in ids]
-        self._pool.touch(blocks)
-        self._num_pinned += len(blocks)
-        job, self._next_job = self._next_job, self._next_job + 1
-        self._jobs[job] = _Job(request_id, blocks), self._num_ranks
+        if not ids or len(ids) < stop - first or 0 in ids:  # not there any more
+            return []
+        job = self._number()
+        self._saves[job] = _Saving(state, ids, self._num_ranks)
         state.handed_over = stop
         self._tell(state, stop)
-        return Save(job, request_id, first, ids)
+        return [Save(job, state.number, first, ids)]
 
     def _tell(self, state: _Request, num_blocks: int) -> None:
         """Let the workers know the request's first blocks."""
-        request_id = state.request.request_id
+        step, number = self._step, state.number
         key = state.prompt.head(num_blocks)
         if not state.told:
-            self._step.namespaces[request_id] = state.prompt.namespace
+            step.namespaces[number] = state.prompt.namespace
         if len(key) > state.told:
-            self._step.keys[request_id] = self._step.keys.get(request_id, b"") + key[state.told :]
+            step.keys[number] = step.keys.get(number, b"") + key[state.told :]
             state.told = len(key)
 
     # -- ending ---------------------------------------------------------------------------------
@@ -345,78 +380,76 @@ class Scheduler:
             return None
         self._release(state.lease)
         self._save_rest(state, block_ids)
-        if state.told and request.request_id not in self._parked:
-            self._step.forgotten.append(request.request_id)
         if self.reads or not state.writes or not state.handed_over:
             return None
         return {EXPECT: min(state.handed_over * self._width, request.num_prompt_tokens)}
 
     def _save_rest(self, state: _Request, block_ids: Sequence[int]) -> None:
         """Store what a request that has ended leaves, or see to it when its load has ended."""
-        request, load = state.request, state.loading
-        stop = self._num_full(request, request.num_computed_tokens - request.num_in_flight_tokens)
-        save = None
-        if state.writes and stop > state.handed_over:
-            sure = load is not None or self._unsure_blocks().isdisjoint(block_ids)
-            if sure and not (load and load.mode == "async"):
-                save = self._pin(state, block_ids, stop)
-            self.stats.add(skipped_blocks=stop - state.handed_over)
-        if load is not None:
-            self._parked[request.request_id] = load, save
-        elif save is not None:
-            self._step.saves.append(save)
+        request, loading = state.request, self._load_of(state)
+        others = [other for other in self._loads.values() if other is not loading]
+        unsure = {block for other in others for block in other.load.blocks}
+        is_async = loading is not None and loading.load.mode == "async"
+        saves: list[Save] = []
+        if state.writes and not is_async and unsure.isdisjoint(block_ids):
+            computed = request.num_computed_tokens - request.num_in_flight_tokens
+            saves = self._save(state, block_ids, self._num_full(request, computed))
+        if loading is None:
+            self._step.early_saves += saves
+            self._forget(state)
+        else:
+            loading.ended, loading.save = True, saves[0] if saves else None
 
-    def _unpark(self, request_id: str, *, failed: bool) -> None:
-        """Store what a request has left whose load has ended well."""
-        _, save = self._parked.pop(request_id)
-        if save is not None and failed:
-            self._unpin(self._jobs.pop(save.job)[0])
-        elif save is not None:
-            self._step.saves.append(save)
-        self._step.forgotten.append(request_id)
-
-    def _unpin(self, job: _Job) -> None:
-        self._num_pinned -= len(job.blocks)
-        self._pool.free_blocks(reversed(job.blocks))
+    def _forget(self, state: _Request) -> None:
+        if state.told:
+            self._step.forgotten.append(state.number)
 
     def update(self, results: StepResults) -> None:
         """Take note of what the workers have done."""
-        for request_id in results.failed:
-            self._failed.add(request_id)
-            if state := self._requests.get(request_id):
-                state.reads = False
-                state.handed_over = 0
-                self._release(state.lease)
-                state.lease = None
-        for request_id, ranks in results.loads.items():
-            self._end_load(request_id, ranks)
-        for number, ranks in results.saves.items():
-            job, left = self._jobs.pop(number)
-            if number in results.failed_saves and (state := self._requests.get(job.request_id)):
-                state.handed_over, state.store_at = 0, self._clock() + RETRY_S
-            if left > ranks:
-                self._jobs[number] = job, left - ranks
-            else:
-                self._unpin(job)
+        for number, ranks in results.loads.items():
+            loading = self._loads[number]
+            loading.failed |= number in results.failed
+            loading.ranks_left -= ranks
+            if not loading.ranks_left:
+                del self._loads[number]
+                self._end_load(loading)
+        for job, ranks in results.saves.items():
+            saving = self._saves[job]
+            saving.ranks_left -= ranks
+            if job in results.failed_saves:
+                saving.state.handed_over = 0
+                saving.state.store_at = self._clock() + RETRY_S
+            if not saving.ranks_left:
+                del self._saves[job]
 
-    def _end_load(self, request_id: str, ranks: int) -> None:
-        """Note that so many more ranks have loaded, well or not."""
-        lease, left = self._loads.pop(request_id)
-        if left > ranks:
-            self._loads[request_id] = lease, left - ranks
-            return
-        self._release(lease)
-        failed = request_id in self._failed
-        self._failed.discard(request_id)
-        if state := self._requests.get(request_id):
-            state.loading = None
-        if request_id in self._parked:
-            self._unpark(request_id, failed=failed)
+    def _end_load(self, loading: _Loading) -> None:
+        """Every rank has loaded, well or not."""
+        state = loading.state
+        self._release(loading.lease)
+        if loading.failed:
+            self._undo(loading)
+        if loading.ended:
+            if loading.save is not None and not loading.failed:
+                self._step.early_saves.append(loading.save)
+            self._forget(state)
 
-    @property
-    def is_busy(self) -> bool:
-        """Whether workers have something to report that only a step brings."""
-        return bool(self._jobs or self._loads)
+    def _undo(self, loading: _Loading) -> None:
+        """Offer nothing to this request again, and let nobody use what was not loaded.
+
+        A request that goes on computes its blocks again, in place.
+        """
+        state = loading.state
+        self._release(state.lease)
+        state.lease, state.reads, state.handed_over = None, False, 0
+        if loading.save is not None:
+            del self._saves[loading.save.job]
+        if loading.load.mode != "async":
+            self._empty_prefix_cache()
+
+    def _empty_prefix_cache(self) -> None:
+        """Let no request hit what vLLM has computed so far: it may stem from blocks that are wrong."""
+        blocks = self._manager.block_pool.blocks
+        self._manager.evict_blocks({block.block_id for block in blocks if block.block_hash})
 
     def start_anew(self) -> None:
         """Know nothing of what was stored so far, for good: the weights may be other ones.
@@ -426,6 +459,7 @@ class Scheduler:
         for state in self._requests.values():
             self._leave_out(state)
         self._namespaces.start_anew(os.urandom(16))
+        self._empty_prefix_cache()
 
     def close(self) -> None:
         """Give back what is held; close the client."""
@@ -440,5 +474,5 @@ class Scheduler:
             logger.debug("a lease ended early: %s", error)
 
 
-def _count(value: Any) -> int:
+def _count(value: object) -> int:
     return value if isinstance(value, int) and value > 0 else 0

@@ -24,9 +24,10 @@ METRICS = {
     "saved_blocks": "Blocks copied to the store, on all ranks.",
     "saved_bytes": "Bytes copied to the store, on all ranks.",
     "save_seconds": "Time spent on saves, on all ranks.",
-    "skipped_blocks": "Blocks not stored, because too many waited to be.",
+    "skipped_blocks": "Blocks not stored, because the engine needed their memory before they were copied.",
     "failed_saves": "Saves that failed on some rank.",
-    "deferred": "Times that a request waited for a load of the same blocks to end.",
+    "deferred": "Times that a request waited for another one's load of the same blocks to end.",
+    "fence_seconds": "Time that forward passes waited for blocks to be copied before they wrote to them.",
 }
 """Name and meaning of every counter; exported as ``vllm:kvstore_…_total``."""
 

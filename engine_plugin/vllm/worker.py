@@ -2,8 +2,9 @@
 
 Each rank has its own client of the daemon, and takes a lease of its own for every load: that it could be
 released after the copy is what says that the bytes were the right ones. What cannot be loaded is
-reported, and computed again. Loads and saves have a thread each, so that a save never delays a load;
-a save's source blocks are pinned by the scheduler until every rank has reported the job.
+reported, and computed again. Loads and saves have a thread each, so that a save never delays a load.
+A step that writes to blocks that wait to be copied waits for them first, but only for a moment: what is
+not being copied by then is given up.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ from engine_plugin.vllm.stats import Stats
 from kvstore.errors import KVStoreError, LeaseError, UnavailableError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from engine_plugin.vllm.messages import Load, Save, StepMetadata
@@ -35,9 +36,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.kvstore")
 
 
+FENCE_S = 0.1
+"""Longest that a step waits for blocks to be copied that it writes to, but for a copy that has begun."""
+
+
 @dataclass
 class _Prompt:
-    """What the scheduler told of a request."""
+    """What the scheduler told of a prompt."""
 
     namespace: Namespace
     key: bytearray = field(default_factory=bytearray)
@@ -75,7 +80,9 @@ class Worker:
         self.stats = Stats()
         self._store, self._pages, self._clock = store, pages, clock
         self._layer_of = layer_of
-        self._prompts: dict[str, _Prompt] = {}
+        self._prompts: dict[int, _Prompt] = {}
+        self._waiting: dict[int, _SaveJob] = {}
+        """Saves that have not ended when they were looked at last, by job."""
         self._lock = threading.Lock()
         self._ended = _Ended()
         self._loader = ThreadPoolExecutor(1, "kvstore-load")
@@ -89,18 +96,30 @@ class Worker:
     # -- one step -------------------------------------------------------------------------------
 
     def begin(self, step: StepMetadata) -> None:
-        """Take note of what the scheduler tells."""
-        for request_id, namespace in step.namespaces.items():
-            self._prompts[request_id] = _Prompt(namespace)
-        for request_id, key in step.keys.items():
-            self._prompts[request_id].key += key
+        """Take note of what the scheduler tells; see to it that nothing is written before it is copied."""
+        for number, namespace in step.namespaces.items():
+            self._prompts[number] = _Prompt(namespace)
+        for number, key in step.keys.items():
+            self._prompts[number].key += key
+        self._start_saves(step.early_saves)
+        if step.overwritten:
+            self._fence(frozenset(step.overwritten))
+
+    def _fence(self, overwritten: frozenset[int]) -> None:
+        start = self._clock()
+        self._waiting = {job: save for job, save in self._waiting.items() if not save.has_ended}
+        for save in self._waiting.values():
+            if not overwritten.isdisjoint(save.blocks):
+                save.end_before(start + FENCE_S - self._clock())
+        with self._lock:
+            self.stats.add(fence_seconds=self._clock() - start)
 
     def start_loads(self, step: StepMetadata) -> None:
         """Load what this step needs, or begin to."""
         ready = self._streams.now() if self._streams else None
         layerwise = []
         for load in step.loads:
-            prompt = self._prompts[load.request_id]
+            prompt = self._prompts[load.prompt]
             job = _LoadJob(load, prompt.namespace, prompt.head(load.first + len(load.blocks)))
             if load.mode == "sync":
                 self._load([job], ready)
@@ -125,13 +144,18 @@ class Worker:
         if self._layerwise is not None:
             self._layerwise.result()
             self._layerwise = None
-        written = self._streams.now() if self._streams and step.saves else None
-        for save in step.saves:
-            prompt = self._prompts[save.request_id]
+        self._start_saves(step.saves)
+        for number in step.forgotten:
+            self._prompts.pop(number, None)
+
+    def _start_saves(self, saves: Sequence[Save]) -> None:
+        written = self._streams.now() if self._streams and saves else None
+        for save in saves:
+            prompt = self._prompts[save.prompt]
             key = prompt.head(save.first + len(save.blocks))
-            self._saver.submit(self._save, save, prompt.namespace, key, written)
-        for request_id in step.forgotten:
-            self._prompts.pop(request_id, None)
+            job = _SaveJob(save, prompt.namespace, key, written)
+            self._waiting[save.job] = job
+            self._saver.submit(self._save, job)
 
     def take_received(self) -> set[str]:
         """Return the requests whose asynchronous load has ended; their failures go with them."""
@@ -158,7 +182,7 @@ class Worker:
     def _load(self, jobs: list[_LoadJob], ready: Any) -> None:
         """Copy the blocks of ``jobs``, layer after layer if they are layerwise; never raises."""
         start = self._clock()
-        failed = {job.load.request_id: list(job.load.blocks) for job in jobs}
+        failed = {job.load.number: list(job.load.blocks) for job in jobs}
         try:
             for job in jobs:
                 job.lease = self._store.acquire(job.namespace, job.key_and_one)
@@ -167,10 +191,10 @@ class Worker:
             logger.exception("a load failed")
         else:
             for job in jobs:
-                failed[job.load.request_id] = list(job.load.blocks[job.num_found :])
+                failed[job.load.number] = list(job.load.blocks[job.num_found :])
         for job in jobs:
             if not self._release(job):
-                failed[job.load.request_id] = list(job.load.blocks)
+                failed[job.load.number] = list(job.load.blocks)
         with self._layers_loaded:
             self._num_loaded = self._pages.num_layers
             self._layers_loaded.notify_all()
@@ -183,18 +207,14 @@ class Worker:
             if jobs[0].load.mode == "layerwise"
             else [slice(None)]
         )
-        with self._on_stream("load", ready):
-            for some in steps:
+        for some in steps:
+            with self._on_stream("load", ready):
                 for job in jobs:
                     job.copy(self._pages, some)
-                if some.stop is not None:
-                    if self._streams:
-                        self._streams.wait("load")
-                    with self._layers_loaded:
-                        self._num_loaded = some.stop
-                        self._layers_loaded.notify_all()
-        if self._streams:
-            self._streams.wait("load")
+            if some.stop is not None:
+                with self._layers_loaded:
+                    self._num_loaded = some.stop
+                    self._layers_loaded.notify_all()
 
     def _release(self, job: _LoadJob) -> bool:
         """End the lease; say whether it held until now."""
@@ -208,18 +228,18 @@ class Worker:
         return True
 
     def _report_loads(
-        self, jobs: list[_LoadJob], failed: dict[str, list[int]], seconds: float
+        self, jobs: list[_LoadJob], failed: dict[int, list[int]], seconds: float
     ) -> None:
         with self._lock:
             for job in jobs:
-                request_id, missing = job.load.request_id, failed[job.load.request_id]
+                number, missing = job.load.number, failed[job.load.number]
                 loaded = len(job.load.blocks) - len(missing)
-                self._ended.results.loads[request_id] = 1
+                self._ended.results.loads[number] = 1
                 self._ended.invalid.update(missing)
                 if missing:
-                    self._ended.results.failed.add(request_id)
+                    self._ended.results.failed.add(number)
                 if job.load.mode == "async":
-                    self._ended.received.add(request_id)
+                    self._ended.received.add(job.load.request_id)
                 self.stats.add(
                     loaded_blocks=loaded,
                     loaded_bytes=loaded * self._pages.block_bytes,
@@ -227,42 +247,45 @@ class Worker:
                 )
             self.stats.add(load_seconds=seconds)
 
-    def _save(self, save: Save, namespace: Namespace, key: bytes, written: Any) -> None:
+    def _save(self, job: _SaveJob) -> None:
         """Store blocks, and report the job whatever comes of it; never raises."""
         start, saved = self._clock(), 0
+        failure: BaseException | None = None
         try:
-            saved = self._store_blocks(save, namespace, key, written)
-            failure = None
+            saved = self._store_blocks(job)
         except KVStoreError as error:
-            failure = error.args[0]
+            failure = error
         except Exception as error:  # whatever a device, a driver or the store raises
             logger.exception("blocks could not be stored")
-            failure = str(error)
+            failure = error
+        job.ended()
         with self._lock:
-            self._ended.results.saves[save.job] = 1
+            self._ended.results.saves[job.save.job] = 1
             if failure is not None:
-                self._ended.results.failed_saves.add(save.job)
+                self._ended.results.failed_saves.add(job.save.job)
             self.stats.add(
                 saved_blocks=saved,
                 saved_bytes=saved * self._pages.block_bytes,
                 save_seconds=self._clock() - start,
-                failed_saves=failure is not None,
+                failed_saves=failure is not None and not job.given_up,
+                skipped_blocks=len(job.blocks) if job.given_up else 0,
             )
 
-    def _store_blocks(self, save: Save, namespace: Namespace, key: bytes, written: Any) -> int:
+    def _store_blocks(self, job: _SaveJob) -> int:
         rank = self._pages.rank
         if not rank.stores:
             return 0
-        with self._store.reserve(namespace, key, **rank.heads) as reservation:
-            indices = np.asarray(reservation.indices) - save.first
+        job.check()
+        with self._store.reserve(job.namespace, job.key, **rank.heads) as reservation:
+            indices = np.asarray(reservation.indices) - job.save.first
             if (indices < 0).any():
                 raise UsageError("the store has lost the blocks before these")
-            blocks = [save.blocks[index] for index in indices.tolist()]
+            blocks = [job.blocks[index] for index in indices.tolist()]
             if blocks:
-                with self._on_stream("save", written):
+                job.begin_copy()
+                with self._on_stream("save", job.written):
                     self._pages.save(reservation.buffers[0], reservation.offsets, blocks)
-                if self._streams:
-                    self._streams.wait("save")
+                job.ended()
         if reservation.failure is not None:
             raise UnavailableError(reservation.failure, "the daemon did not answer")
         return len(blocks)
@@ -302,6 +325,41 @@ class _LoadJob:
             )
 
 
+class _SaveJob:
+    """A save on its way: it waits, copies, and has ended; before it copies, it can be given up."""
+
+    def __init__(self, save: Save, namespace: Namespace, key: bytes, written: Any) -> None:
+        self.save, self.namespace, self.key, self.written = save, namespace, key, written
+        self.blocks = save.blocks
+        self.given_up = self.has_ended = False
+        self._copies = False
+        self._changed = threading.Condition()
+
+    def check(self) -> None:
+        """Raise :class:`UsageError` when the blocks were given up."""
+        if self.given_up:
+            raise UsageError("the engine has written to the blocks")
+
+    def begin_copy(self) -> None:
+        """Say that the blocks are being read; or raise as :meth:`check`."""
+        with self._changed:
+            self.check()
+            self._copies = True
+
+    def ended(self) -> None:
+        """Say that the blocks are not read any more."""
+        with self._changed:
+            self.has_ended = True
+            self._changed.notify_all()
+
+    def end_before(self, timeout_s: float) -> None:
+        """Wait until the blocks are copied; give them up if that has not begun in time."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: self.has_ended, max(0.0, timeout_s)):
+                self.given_up = not self._copies
+                self._changed.wait_for(lambda: self.has_ended or self.given_up)
+
+
 class _Streams:
     """Side streams of a CUDA device: one for loads, one for saves."""
 
@@ -314,14 +372,17 @@ class _Streams:
         event.record()
         return event
 
-    def use(self, name: str, after: Any) -> AbstractContextManager[Any]:
-        """Let what follows run on a side stream, behind the event ``after``."""
+    @contextmanager
+    def use(self, name: str, after: Any) -> Iterator[None]:
+        """Run what follows on a side stream, behind the event ``after``; wait until all of it is done.
+
+        Also after an exception: nothing may run on in memory that is given back.
+        """
         stream = self._streams[name]
         if after is not None:
             stream.wait_event(after)
-        context: AbstractContextManager[Any] = torch.cuda.stream(stream)
-        return context
-
-    def wait(self, name: str) -> None:
-        """Wait until all that a side stream was given is done."""
-        self._streams[name].synchronize()
+        try:
+            with torch.cuda.stream(stream):
+                yield
+        finally:
+            stream.synchronize()

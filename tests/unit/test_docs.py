@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
 import shlex
@@ -12,10 +13,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from pkgutil import resolve_name
 from socket import gethostname
+from typing import get_args
 
 import click
 import pytest
 
+from engine_plugin.vllm.options import Options, parse_options
 from kvstore import holds, namespace, protocol
 from kvstore.admin import guard, prefixes, server
 from kvstore.assembly import ClientOptions
@@ -37,8 +40,9 @@ ROOT = Path(__file__).parents[2]
 DOCUMENTS = [
     "README.md",
     "CONTRIBUTING.md",
-    *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")),
+    *(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md")),
 ]
+VLLM = "docs/engines/vllm.md"
 
 
 def read(name):
@@ -169,6 +173,55 @@ def test_every_option_of_a_client_is_documented():
     )
 
 
+def test_every_option_of_the_vllm_connector_is_documented():
+    table = {name.strip("`"): rest for name, *rest in rows(VLLM, "| option | default | meaning |")}
+    assert {name: default for name, (default, _) in table.items()} == {
+        name: setting_text(field.default) or "none" for name, field in Options.model_fields.items()
+    }
+    for name, field in Options.model_fields.items():
+        for choice in get_args(field.annotation):
+            assert not isinstance(choice, str) or f"`{choice}`" in table[name][1], (name, choice)
+    modes = {row[0].strip("`") for row in rows(VLLM, "| `load` | a load | use it |")}
+    assert modes == set(get_args(Options.model_fields["load"].annotation))
+
+
+def test_configurations_of_the_vllm_connector_are_valid():
+    configurations = re.findall(r"--kv-transfer-config '(.*?)'", read(VLLM), re.DOTALL)
+    roles = {row[0].strip("`") for row in rows(VLLM, "| `kv_role` | the engine |")}
+    for text in configurations:
+        configuration = json.loads(text)
+        options = configuration.get("kv_connector_extra_config", {})
+        if configuration["kv_connector"] == "KVStoreConnector":
+            parse_options(options)
+        else:
+            (tier,) = options["secondary_tiers"]
+            assert tier.pop("type") == "kvstore"
+            parse_options(tier)
+        assert configuration["kv_role"] in roles
+    assert {json.loads(text)["kv_role"] for text in configurations} == roles
+
+
+def test_every_parameter_of_a_vllm_request_is_documented():
+    tree = ast.parse(read("engine_plugin/vllm/scheduler.py"))
+    known = {
+        node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and re.fullmatch(r"kvstore\.\w+", str(node.value))
+    }
+    assert len(known) > 2
+    assert {row[0].strip("`") for row in rows(VLLM, "| parameter | value | meaning |")} == known
+
+
+def test_every_counter_of_the_vllm_connector_is_documented():
+    (metrics,) = (
+        ast.literal_eval(node.value)
+        for node in ast.parse(read("engine_plugin/vllm/stats.py")).body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "METRICS"
+    )
+    table = rows(VLLM, "| counter (`vllm:kvstore_…_total`) | counts |")
+    assert [name for row in table for name in re.findall(r"`(\w+)`", row[0])] == list(metrics)
+
+
 def test_every_message_is_documented():
     table = rows("docs/daemon.md", "| client | number | daemon | number |")
     told = [pair for row in table for pair in (row[:2], row[2:]) if pair[0]]
@@ -230,20 +283,24 @@ def test_limits_are_those_of_the_code():
         assert set(map(float, numbers)) <= set(told), (what, numbers)
 
 
-def test_the_messages_to_be_looked_up_are_said():
+@pytest.mark.parametrize(
+    ("name", "package", "fewest"), [("docs/daemon.md", "kvstore", 11), (VLLM, "engine_plugin", 6)]
+)
+def test_the_messages_to_be_looked_up_are_said(name, package, fewest):
     """What is between the dots of a message is in one string of the sources."""
     strings = {
         node.value
-        for path in (ROOT / "kvstore").rglob("*.py")
+        for path in (ROOT / package).rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     }
     messages = [
-        row[0].strip("`")
-        for row in rows("docs/daemon.md", "| message | cause | remedy |")
+        message
+        for row in rows(name, "| message | cause | remedy |")
         if row[0].startswith("`") and row[0].endswith("`")
+        for message in re.findall(r"`([^`]+)`", row[0])
     ]
-    assert len(messages) > 10
+    assert len(messages) >= fewest
     for message in messages:
         for part in filter(None, (part.strip() for part in message.split("…"))):
             assert any(part in string for string in strings), (message, part)
