@@ -78,8 +78,10 @@ def _start(options: EngineOptions) -> Any:
     os.environ.update(options.environment)
     if options.gate:
         _hold_loads(Path(options.gate))
-    if options.processes:
+    if options.processes or options.ranks > 1:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+    if options.ranks > 1:
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
     from vllm import LLM
 
     connector = {
@@ -90,6 +92,7 @@ def _start(options: EngineOptions) -> Any:
     return LLM(
         options.model,
         dtype=options.dtype,
+        tensor_parallel_size=options.ranks,
         enforce_eager=True,
         skip_tokenizer_init=True,
         disable_log_stats=False,

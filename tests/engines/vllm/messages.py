@@ -26,6 +26,8 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     """More of ``kv_connector_extra_config``."""
     processes: bool = False
     """Whether scheduler and worker run in processes of their own."""
+    ranks: int = 1
+    """Of tensor parallelism; each has a process, and so has the scheduler."""
     environment: dict[str, str] = {}
     gate: str | None = None
     """While this file exists, loads stop before their first copy, and say so by a file ``….reached``."""
