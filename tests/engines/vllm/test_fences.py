@@ -15,10 +15,11 @@ import torch
 from transformers import LlamaConfig, Phi3Config
 
 from engine_plugin.vllm import prompts, worker
-from engine_plugin.vllm.messages import Save, StepMetadata
+from engine_plugin.vllm.messages import Load, Save, StepMetadata
 from engine_plugin.vllm.options import Options
 from engine_plugin.vllm.pages import Rank
 from engine_plugin.vllm.prompts import Namespaces, engine_settings
+from engine_plugin.vllm.scheduler import Scheduler
 from engine_plugin.vllm.worker import Worker
 from kvstore import KVLayout, Namespace
 from kvstore.errors import UsageError
@@ -214,6 +215,23 @@ def test_all_that_is_queued_at_the_end_is_stored(rank, store, pages):
     assert store.closed
     assert store.ended == ["committed"] * 5
     assert pages.copied == [1, 2, 2, 3, 3, 4, 4, 5, 5, 6]
+
+
+@pytest.mark.parametrize(
+    ("loaded", "new", "grown", "expected"),
+    [([3], [], [], {3}), ([], [2, 4], [], {4}), ([], [], [5], {5}), ([6], [3, 7], [8], set())],
+    ids=["loaded", "of a new request", "of a running request", "none"],
+)
+def test_blocks_that_a_step_writes_to(loaded, new, grown, expected):
+    half = object.__new__(Scheduler)
+    half._width = 4
+    half._saves = {1: SimpleNamespace(blocks=[2, 3]), 2: SimpleNamespace(blocks=[4, 5])}
+    half._step = StepMetadata(loads=[Load(9, 1, "a", 0, loaded, "sync")])
+    output = SimpleNamespace(
+        scheduled_new_reqs=[SimpleNamespace(block_ids=(new,), num_computed_tokens=4)],
+        scheduled_cached_reqs=SimpleNamespace(new_block_ids=[None, (grown,)]),
+    )
+    assert set(half._overwritten(output)) == expected
 
 
 def configuration(
