@@ -38,6 +38,7 @@ def main(pipe: Connection, encoded: bytes, log: str) -> None:
 
     SIGUSR1 adds the stacks of all threads to it.
     """
+    os.setpgid(0, 0)  # who kills this process kills those of its engine with it
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)

@@ -136,7 +136,11 @@ class Engine:
         assert code == 0, f"the engine ended with {code}:\n{self.log[-4000:]}"
 
     def kill(self) -> None:
-        """End it as SIGKILL does."""
+        """End it as SIGKILL does, and the processes that it has started with it."""
+        group = self._process.pid
+        assert group, "started by the constructor"
+        with suppress(ProcessLookupError):
+            os.killpg(group, signal.SIGKILL)
         self._process.kill()
         self._process.join()
         self._pipe.close()
