@@ -7,15 +7,14 @@ out must be in the namespace: the weights, the settings, and all that decides th
 from __future__ import annotations
 
 import inspect
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from vllm.config import VllmConfig
 
-from engine_plugin.vllm.connector import NEEDS_NO_KV
-from engine_plugin.vllm.options import parse_options
+from engine_plugin.vllm.connector import check_speculation
+from engine_plugin.vllm.options import check_names, parse_options
 from engine_plugin.vllm.prompts import engine_settings, model_digest
-from kvstore.errors import ConfigError, UsageError
+from kvstore.errors import UsageError
 from kvstore.namespace import MAX_BLOCK_TOKENS, KVLayout, Namespace, framed_digest
 
 if TYPE_CHECKING:
@@ -37,11 +36,7 @@ def parse_tier_options(given: Mapping[str, Any]) -> Options:
     Raises:
         ConfigError: an unknown name (with the one that was probably meant) or an impossible value.
     """
-    for name in given:
-        if name not in TIER_OPTIONS:
-            near = get_close_matches(name, TIER_OPTIONS, 1)
-            meant = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(TIER_OPTIONS)}"
-            raise ConfigError(f"the tier 'kvstore' has no option {name!r}: {meant}")
+    check_names(given, TIER_OPTIONS, "the tier 'kvstore'")
     return parse_options(given)
 
 
@@ -92,9 +87,7 @@ def check_set_up(vllm_config: VllmConfig) -> None:
         )
     if vllm_config.lora_config is not None:
         raise UsageError("vLLM's hashes know adapters by name only: use KVStoreConnector with LoRA")
-    speculative = vllm_config.speculative_config
-    if speculative is not None and speculative.method not in NEEDS_NO_KV:
-        raise UsageError(f"speculative decoding by {speculative.method} keeps KV of its own")
+    check_speculation(vllm_config)
 
 
 def _layout(

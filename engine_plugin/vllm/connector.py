@@ -26,7 +26,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 import kvstore
 from engine_plugin.vllm.messages import StepMetadata, StepResults, WorkerLayout
-from engine_plugin.vllm.options import Options, parse_options
+from engine_plugin.vllm.options import parse_options
 from engine_plugin.vllm.pages import Pages, Rank, find_layout
 from engine_plugin.vllm.prompts import Namespaces
 from engine_plugin.vllm.scheduler import Scheduler
@@ -275,9 +275,7 @@ def check_set_up(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Non
     ):
         if (size := getattr(parallel, name, 1)) > 1:
             raise UsageError(f"{name} is {size}: only tensor parallel ranks share blocks")
-    speculative = vllm_config.speculative_config
-    if speculative is not None and speculative.method not in NEEDS_NO_KV:
-        raise UsageError(f"speculative decoding by {speculative.method} keeps KV of its own")
+    check_speculation(vllm_config)
     groups = kv_cache_config.kv_cache_groups
     if len(groups) != 1:
         kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups)
@@ -285,6 +283,13 @@ def check_set_up(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Non
     spec = groups[0].kv_cache_spec
     if not isinstance(spec, FullAttentionSpec):
         raise UsageError(f"its KV memory is of {type(spec).__name__}: not all tokens are kept")
+
+
+def check_speculation(vllm_config: VllmConfig) -> None:
+    """Raise :class:`UsageError` for speculative decoding with a draft model."""
+    speculative = vllm_config.speculative_config
+    if speculative is not None and speculative.method not in NEEDS_NO_KV:
+        raise UsageError(f"speculative decoding by {speculative.method} keeps KV of its own")
 
 
 def look_at(
@@ -338,6 +343,3 @@ def _version() -> str:
     import vllm
 
     return vllm.__version__
-
-
-__all__ = ["KVStoreConnector", "Options"]

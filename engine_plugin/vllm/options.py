@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from kvstore.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
 
 class Options(BaseModel):
@@ -41,21 +41,22 @@ class Options(BaseModel):
     """Longest that the scheduler waits for an answer of the daemon, in seconds."""
 
 
+def check_names(given: Mapping[str, Any], known: Collection[str], where: str) -> None:
+    """Raise :class:`ConfigError` for a name in ``given`` that is not ``known``; say which may be meant."""
+    for name in given:
+        if name not in known:
+            near = get_close_matches(name, known, 1)
+            meant = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+            raise ConfigError(f"{where} has no option {name!r}: {meant}")
+
+
 def parse_options(given: Mapping[str, Any]) -> Options:
     """Return the options that ``kv_connector_extra_config`` gives.
 
     Raises:
         ConfigError: an unknown name (with the one that was probably meant) or an impossible value.
     """
-    for name in given:
-        if name not in Options.model_fields:
-            near = get_close_matches(name, Options.model_fields, 1)
-            meant = (
-                f"did you mean {near[0]!r}?"
-                if near
-                else f"known: {', '.join(Options.model_fields)}"
-            )
-            raise ConfigError(f"kv_connector_extra_config has no option {name!r}: {meant}")
+    check_names(given, Options.model_fields, "kv_connector_extra_config")
     try:
         return Options.model_validate(dict(given))
     except ValidationError as error:
