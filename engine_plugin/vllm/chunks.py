@@ -36,7 +36,7 @@ def parse_tier_options(given: Mapping[str, Any]) -> Options:
     Raises:
         ConfigError: an unknown name (with the one that was probably meant) or an impossible value.
     """
-    check_names(given, TIER_OPTIONS, "the tier 'kvstore'")
+    check_names(given, TIER_OPTIONS, "the tier 'kvstore' has no option")
     return parse_options(given)
 
 

@@ -41,13 +41,13 @@ class Options(BaseModel):
     """Longest that the scheduler waits for an answer of the daemon, in seconds."""
 
 
-def check_names(given: Mapping[str, Any], known: Collection[str], where: str) -> None:
+def check_names(given: Mapping[str, Any], known: Collection[str], complaint: str) -> None:
     """Raise :class:`ConfigError` for a name in ``given`` that is not ``known``; say which may be meant."""
     for name in given:
         if name not in known:
             near = get_close_matches(name, known, 1)
             meant = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
-            raise ConfigError(f"{where} has no option {name!r}: {meant}")
+            raise ConfigError(f"{complaint} {name!r}: {meant}")
 
 
 def parse_options(given: Mapping[str, Any]) -> Options:
@@ -56,7 +56,7 @@ def parse_options(given: Mapping[str, Any]) -> Options:
     Raises:
         ConfigError: an unknown name (with the one that was probably meant) or an impossible value.
     """
-    check_names(given, Options.model_fields, "kv_connector_extra_config")
+    check_names(given, Options.model_fields, "kv_connector_extra_config has no option")
     try:
         return Options.model_validate(dict(given))
     except ValidationError as error:
