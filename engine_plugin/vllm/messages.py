@@ -58,6 +58,8 @@ class Save:
 class StepMetadata(KVConnectorMetadata):
     """One step's work. Prompts have numbers, since two requests may have one name."""
 
+    idle: bool = False
+    """Whether the model has nothing to compute."""
     namespaces: dict[int, Namespace] = field(default_factory=dict)
     """Of the prompts that are mentioned for the first time."""
     keys: dict[int, bytes] = field(default_factory=dict)

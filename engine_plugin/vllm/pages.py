@@ -18,6 +18,7 @@ What fails a probe is refused with a reason (:class:`kvstore.errors.UsageError`)
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,7 @@ from kvstore.errors import UsageError
 from kvstore.namespace import DTYPE_BYTES, KVLayout
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -89,7 +90,7 @@ class Pages:
             self._unit = (rank.num_heads, self._pages[0].shape[2])
             self._part = (slice(rank.start, rank.stop),)
         self.on_host = layers[0].device.type == "cpu"
-        self._arrays = [_as_array(page) for page in self._pages] if self.on_host else []
+        self._arrays = [_as_array(page) for page in _join(self._pages)] if self.on_host else []
 
     @property
     def block_bytes(self) -> int:
@@ -122,37 +123,41 @@ class Pages:
         *,
         into_engine: bool,
     ) -> None:
-        if not self.on_host:
-            return self._copy_device(buffer, offsets, blocks, layers, into_engine=into_engine)
-        pages, dtype = self._arrays[layers], self._arrays[0].dtype
-        shape = (self.num_layers, *self._unit)
-        for offset, block in zip(offsets.tolist(), blocks, strict=True):
-            if not block:
-                continue
-            slot = np.ndarray(shape, dtype, buffer, offset)[layers]
-            for page, part in zip(pages, slot, strict=True):
-                if into_engine:
-                    np.copyto(page[block], part[self._part])
-                else:
-                    np.copyto(part[self._part], page[block])
-        return None
+        pairs = [pair for pair in zip(offsets.tolist(), blocks, strict=True) if pair[1]]
+        copy = self._copy_host if self.on_host else self._copy_device
+        copy(buffer, pairs, layers, into_engine=into_engine)
+
+    def _copy_host(
+        self, buffer: Any, pairs: list[tuple[int, int]], layers: slice, *, into_engine: bool
+    ) -> None:
+        """In as few calls as can be: a thread that copies waits for Python's lock after each."""
+        dtype, shape = self._arrays[0].dtype, (self.num_layers, *self._unit)
+        mine = slice(None), slice(None), *self._part
+        for run, distance, step in _runs(pairs):
+            (offset, first), (_, last) = run[0], run[-1]
+            one = np.ndarray(shape, dtype, buffer, offset)
+            slots = np.ndarray((len(run), *shape), dtype, buffer, offset, (distance, *one.strides))
+            blocks = slice(first, last + (1 if step > 0 else -1), step)
+            for array, some in self._layers_of(layers):
+                pages, parts = array[blocks], slots[:, some][mine]
+                np.copyto(*((pages, parts) if into_engine else (parts, pages)))
+
+    def _layers_of(self, layers: slice) -> Iterator[tuple[NDArray[Any], slice]]:
+        """Yield arrays ``[num_blocks, n, ...]`` that together have ``layers``, each with its own."""
+        if len(self._arrays) == 1:
+            yield self._arrays[0][:, layers], layers
+            return
+        for index in range(*layers.indices(self.num_layers)):
+            yield self._arrays[index], slice(index, index + 1)
 
     def _copy_device(
-        self,
-        buffer: Any,
-        offsets: NDArray[np.int64],
-        blocks: Sequence[int],
-        layers: slice,
-        *,
-        into_engine: bool,
+        self, buffer: Any, pairs: list[tuple[int, int]], layers: slice, *, into_engine: bool
     ) -> None:
         """On the current stream: whole slots cross the bus, and are taken apart on the device."""
         memory, pages = as_tensor(buffer), self._pages[layers]
         size, dtype = self.layout.block_bytes, self._pages[0].dtype
         shape = (self.num_layers, *self._unit)
-        for offset, block in zip(offsets.tolist(), blocks, strict=True):
-            if not block:
-                continue
+        for offset, block in pairs:
             slot = memory[offset : offset + size].view(dtype).view(shape)[layers]
             if into_engine:
                 parts = slot.to(pages[0].device, non_blocking=True)
@@ -337,6 +342,37 @@ def _bytes_of(layer: torch.Tensor) -> torch.Tensor:
     size = layer[0].numel()
     rows = layer.as_strided((layer.shape[0], size), (layer.stride(0), 1))
     return rows.view(torch.uint8)
+
+
+def _join(pages: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return pages of all layers as one ``[num_blocks, layers, ...]``, or, if they cannot be, one each."""
+    first = pages[0]
+    memory = {page.untyped_storage().data_ptr() for page in pages}
+    starts = [int(page.storage_offset()) for page in pages]
+    steps = {after - start for start, after in itertools.pairwise(starts)}
+    if len(memory) > 1 or len(steps) > 1:
+        return [page.unsqueeze(1) for page in pages]
+    size, stride = list(first.shape), list(first.stride())
+    size.insert(1, len(pages))
+    stride.insert(1, steps.pop() if steps else 0)
+    return [first.as_strided(size, stride)]
+
+
+def _runs(pairs: list[tuple[int, int]]) -> Iterator[tuple[list[tuple[int, int]], int, int]]:
+    """Cut pairs of offset and block into runs, each with one distance between offsets and blocks.
+
+    Yields the run and both distances.
+    """
+    steps = [(o - offset, b - block) for (offset, block), (o, b) in itertools.pairwise(pairs)]
+    start = 0
+    while start < len(pairs):
+        stop, step = start + 1, (0, 1)
+        if start < len(steps):
+            step = steps[start]
+        while stop < len(pairs) and steps[stop - 1] == step:
+            stop += 1
+        yield pairs[start:stop], *step
+        start = stop
 
 
 def _as_array(pages: torch.Tensor) -> NDArray[Any]:

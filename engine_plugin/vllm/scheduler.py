@@ -306,6 +306,7 @@ class Scheduler:
         """Return the step's work."""
         tables = output.kv_connector_block_state
         unsure = self._unsure_blocks()
+        self._step.idle = not output.total_num_scheduled_tokens
         self._step.overwritten = self._overwritten(output)
         for request_id, num_tokens in output.num_scheduled_tokens.items():
             state = self._requests.get(request_id)

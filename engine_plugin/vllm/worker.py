@@ -38,6 +38,8 @@ logger = logging.getLogger("vllm.kvstore")
 
 FENCE_S = 0.1
 """Longest that a step waits for blocks to be copied that it writes to, but for a copy that has begun."""
+IDLE_S = 0.001
+"""Longest that a step with nothing to compute waits for loads, instead of spinning beside them."""
 
 
 @dataclass
@@ -83,8 +85,12 @@ class Worker:
         self._prompts: dict[int, _Prompt] = {}
         self._waiting: dict[int, _SaveJob] = {}
         """Saves that have not ended when they were looked at last, by job."""
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
         self._ended = _Ended()
+        self._idle = False
+        """Whether the step has nothing to compute."""
+        self._num_async = 0
+        """Asynchronous loads under way."""
         self._loader = ThreadPoolExecutor(1, "kvstore-load")
         self._saver = ThreadPoolExecutor(1, "kvstore-save")
         self._layers_loaded = threading.Condition()
@@ -97,6 +103,7 @@ class Worker:
 
     def begin(self, step: StepMetadata) -> None:
         """Take note of what the scheduler tells; see to it that nothing is written before it is copied."""
+        self._idle = step.idle
         for number, namespace in step.namespaces.items():
             self._prompts[number] = _Prompt(namespace)
         for number, key in step.keys.items():
@@ -124,6 +131,8 @@ class Worker:
             if load.mode == "sync":
                 self._load([job], ready)
             elif load.mode == "async":
+                with self._lock:
+                    self._num_async += 1
                 self._loader.submit(self._load, [job], ready)
             else:
                 layerwise.append(job)
@@ -160,6 +169,8 @@ class Worker:
     def take_received(self) -> set[str]:
         """Return the requests whose asynchronous load has ended; their failures go with them."""
         with self._lock:
+            if self._idle:
+                self._lock.wait_for(lambda: self._ended.received or not self._num_async, IDLE_S)
             self._taken, self._ended = self._ended, _Ended()
         return self._taken.received
 
@@ -239,6 +250,7 @@ class Worker:
                 if missing:
                     self._ended.results.failed.add(number)
                 if job.load.mode == "async":
+                    self._num_async -= 1
                     self._ended.received.add(job.load.request_id)
                 self.stats.add(
                     loaded_blocks=loaded,
@@ -246,6 +258,7 @@ class Worker:
                     failed_loads=bool(missing),
                 )
             self.stats.add(load_seconds=seconds)
+            self._lock.notify_all()
 
     def _save(self, job: _SaveJob) -> None:
         """Store blocks, and report the job whatever comes of it; never raises."""

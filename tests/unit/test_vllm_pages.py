@@ -71,6 +71,8 @@ def memory(heads: int = HEADS, order: str = "LBHNC") -> list[torch.Tensor]:
     """KV tensors ``[blocks, heads, tokens, 2 * dim]`` whose bytes lie in ``order``."""
     if order == "LBNHC":
         return list(torch.zeros(LAYERS, BLOCKS, TOKENS, heads, 2 * DIM).transpose(2, 3))
+    if order == "apart":
+        return [torch.zeros(BLOCKS, heads, TOKENS, 2 * DIM) for _ in range(LAYERS)]
     if order == "BLHNC":
         return list(torch.zeros(BLOCKS, LAYERS, heads, TOKENS, 2 * DIM).transpose(0, 1))
     return list(torch.zeros(LAYERS, BLOCKS, heads, TOKENS, 2 * DIM))
@@ -91,7 +93,7 @@ def write_random(backend: type[Backend], layers: list[torch.Tensor], kv: torch.T
         )
 
 
-@pytest.mark.parametrize("order", ["LBHNC", "LBNHC", "BLHNC"])
+@pytest.mark.parametrize("order", ["LBHNC", "LBNHC", "BLHNC", "apart"])
 def test_packed_content_is_stored_in_canonical_order(order):
     layers = memory(order=order)
     pages = find(Backend, layers)
@@ -113,7 +115,7 @@ def test_tiles_are_stored_as_they_are_under_the_writers_name():
 
 
 @pytest.mark.parametrize("backend", [Backend, Transposed])
-@pytest.mark.parametrize("order", ["LBHNC", "BLHNC"])
+@pytest.mark.parametrize("order", ["LBHNC", "BLHNC", "apart"])
 def test_what_was_saved_can_be_loaded_by_layers_and_into_other_blocks(backend, order):
     layers = memory(order=order)
     pages = find(backend, layers)
@@ -134,6 +136,46 @@ def test_what_was_saved_can_be_loaded_by_layers_and_into_other_blocks(backend, o
     for layer, wanted in zip(layers, expected, strict=True):
         assert torch.equal(layer[[2, 3]], wanted)
         assert not layer[[0, 1, 4, 5]].any()
+
+
+@pytest.mark.parametrize("order", ["LBHNC", "BLHNC", "apart"])
+@pytest.mark.parametrize(
+    ("blocks", "slots"),
+    [
+        ([1, 2, 3, 4, 5], [0, 1, 2, 3, 4]),
+        ([5, 4, 3, 2, 1], [0, 1, 2, 3, 4]),
+        ([5, 3, 1], [4, 2, 0]),
+        ([1, 2, 4, 5, 3], [6, 5, 0, 1, 3]),
+        ([2, 0, 4, 0, 1], [0, 1, 2, 3, 4]),
+        ([3], [5]),
+        ([0, 0], [1, 2]),
+        ([], []),
+    ],
+)
+def test_blocks_and_slots_in_any_order(order, blocks, slots):
+    layers = memory(order=order)
+    pages = find(Transposed, layers)
+    for layer in layers:
+        layer.copy_(torch.randn(layer.shape))
+    before = [layer.clone() for layer in layers]
+    size = pages.layout.block_bytes
+    buffer = np.zeros(8 * size, np.uint8)
+    pages.save(buffer, np.array(slots, np.int64) * size, blocks)
+    used = {slot: block for slot, block in zip(slots, blocks, strict=True) if block}
+    for slot in range(8):
+        stored = torch.from_numpy(buffer[slot * size : (slot + 1) * size]).view(LAYERS, -1)
+        if slot not in used:
+            assert not stored.any()
+            continue
+        for layer, part in zip(layers, stored, strict=True):
+            assert torch.equal(layer[used[slot]].reshape(-1).view(torch.uint8), part)
+    for layer in layers:
+        layer.zero_()
+    pages.load(buffer, np.array(slots, np.int64) * size, blocks, slice(None))
+    for layer, old in zip(layers, before, strict=True):
+        for block in range(BLOCKS):
+            wanted = old[block] if block in used.values() else torch.zeros_like(old[block])
+            assert torch.equal(layer[block], wanted)
 
 
 def test_no_block_is_skipped():
