@@ -197,38 +197,33 @@ class Residency:
 
     def _seal(self, ids: Ids) -> None:
         """Have the checksums of those of READY ``ids`` computed that no move under way computes."""
-        tiers, offsets = self.where(ids)
-        unknown = self._on_host[tiers] & (self.table.checksums[ids] < FIRST_CHECKSUM)
+        unknown = self.table.checksums[ids] < FIRST_CHECKSUM
         if self.moves:
             unknown &= ~np.isin(ids, np.concatenate([move.ids for move in self.moves]))
-        if not unknown.any():
-            return
+        if not self._on_host.all():
+            unknown &= self._on_host[self.where(ids)[0]]
         ids = ids[unknown]
+        if not len(ids):
+            return
         self._last_seal = seal = self._last_seal % (FIRST_CHECKSUM - 1) + 1
         self.table.checksums[ids] = seal
-        size = self._size_classes[int(self.table.size_classes[ids[0]])]
-        job = partial(self._run_seal, seal, ids, tiers[unknown], offsets[unknown], size)
-        if not self._mover.submit(job):
+        if not self._mover.submit(partial(self._run_seal, seal, ids)):
             self.table.checksums[ids] = NO_CHECKSUM
             self.counts["unsealed_blocks",] += len(ids)
 
-    def _run_seal(
-        self,
-        seal: int,
-        ids: Ids,
-        tiers: NDArray[np.int8],
-        offsets: NDArray[np.int64],
-        block_bytes: int,
-    ) -> None:
+    def _run_seal(self, seal: int, ids: Ids) -> None:
         """Compute checksums (no lock held), and record them for the blocks that are still there.
 
         A row keeps the seal's number until it is freed, or a move has recorded the checksum; until
         then its bytes stay where they are, since only such a move could let go of them.
         """
         with self._lock:
-            left = self.table.checksums[ids] == seal
-        ids = ids[left]
-        sums = checksums(self.tiers, tiers[left], offsets[left], block_bytes)
+            ids = ids[self.table.checksums[ids] == seal]
+            if not len(ids):
+                return
+            tiers, offsets = self.where(ids)
+            block_bytes = self._size_classes[int(self.table.size_classes[ids[0]])]
+        sums = checksums(self.tiers, tiers, offsets, block_bytes)
         with self._lock:
             left = self.table.checksums[ids] == seal
             self.table.checksums[ids[left]] = sums[left]
@@ -499,7 +494,7 @@ class Residency:
 
     def _release_slots(self, index: int, ids: Ids) -> None:
         classes = self.table.size_classes[ids]
-        for size_class in np.unique(classes).tolist():
+        for size_class in set(classes.tolist()):
             slots = self.table.slots[index, ids[classes == size_class]].astype(np.int64)
             self.tiers[index].arena.release(self._slot_size(size_class), slots * ALIGNMENT)
 

@@ -82,12 +82,12 @@ class Arena:
         offsets = np.sort(free[keep:])
         if len(free) or slot_size in self._free:
             self._free[slot_size] = free[:keep]
-        np.add.at(self._used, self._slabs_of(offsets), 1)
+        self._used += self._per_slab(offsets)
         return offsets
 
     def release(self, slot_size: int, offsets: Offsets) -> None:
         """Take back slots handed out by :meth:`allocate` for the same ``slot_size``."""
-        np.subtract.at(self._used, self._slabs_of(offsets), 1)
+        self._used -= self._per_slab(offsets)
         self._free[slot_size] = np.concatenate([self._free[slot_size], offsets[::-1]])
 
     def slabs(self, slot_size: int) -> list[tuple[int, int]]:
@@ -117,11 +117,14 @@ class Arena:
         taken = outside[len(outside) - count :]
         offsets = np.sort(free[taken])
         self._free[slot_size] = np.delete(free, taken)
-        np.add.at(self._used, self._slabs_of(offsets), 1)
+        self._used += self._per_slab(offsets)
         return offsets, 0
 
     def _slabs_of(self, offsets: Offsets) -> NDArray[np.intp]:
         return np.searchsorted(self._starts, offsets, side="right") - 1
+
+    def _per_slab(self, offsets: Offsets) -> NDArray[np.intp]:
+        return np.bincount(self._slabs_of(offsets), minlength=len(self._used))
 
     def _add_slab(self, slot_size: int) -> Offsets | None:
         """Assign a slab to ``slot_size``; return its slots, or None when no gap is large enough."""
