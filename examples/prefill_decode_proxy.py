@@ -7,10 +7,11 @@ for blocks that are still being stored, loads them, and writes the answer. Where
 the decode engine computes the prompt itself: the answer is the same, and comes later.
 
     python examples/prefill_decode_proxy.py --port 8000 \
-        --prefill http://127.0.0.1:8100 --decode http://127.0.0.1:8200
+        --prefill http://127.0.0.1:8100 --decode http://127.0.0.1:8101
 
 It needs fastapi, httpx and uvicorn, which vLLM's environment has. It knows nothing of its engines' load, and
-keeps asking those that are down: a router for production does better.
+keeps asking those that are down, and has no other paths than the two that generate: a router for
+production does better.
 """
 
 from __future__ import annotations
@@ -71,6 +72,7 @@ class Proxy:
         self._prefill, self._decode = cycle(prefill), cycle(decode)
         self._client = client
         self._prefill_timeout_s = prefill_timeout_s
+        self._said_nothing: set[str] = set()
 
     async def answer(self, request: Request, body: dict[str, Any]) -> Response:
         """Answer a request as the decode engine does: its status, its body, streamed if it streams."""
@@ -104,10 +106,18 @@ class Proxy:
                 timeout=self._prefill_timeout_s,
             )
             reply.raise_for_status()
-            return reply.json().get("kv_transfer_params") or {}
+            stored: dict[str, Any] = reply.json().get("kv_transfer_params") or {}
         except (httpx.HTTPError, ValueError) as error:
             logger.warning("prefill engine %s: %r; the prompt is computed later", engine, error)
             return {}
+        if not stored and engine not in self._said_nothing:
+            self._said_nothing.add(engine)
+            logger.warning(
+                "prefill engine %s says nothing of stored tokens: is its kv_role kv_producer, does its "
+                "daemon run, is the prompt longer than a block? (Said once.)",
+                engine,
+            )
+        return stored
 
 
 async def _pieces(reply: httpx.Response) -> AsyncIterator[bytes]:
@@ -146,9 +156,24 @@ def make_app(
     return app
 
 
+def _urls(_: click.Context, __: click.Parameter, given: tuple[str, ...]) -> tuple[str, ...]:
+    for url in given:
+        if not url.startswith(("http://", "https://")):
+            raise click.BadParameter(f"{url!r} is no URL: write http://HOST:PORT")
+    return tuple(url.rstrip("/") for url in given)
+
+
 @click.command()
-@click.option("--prefill", multiple=True, required=True, help="URL of a prefill engine; repeat.")
-@click.option("--decode", multiple=True, required=True, help="URL of a decode engine; repeat.")
+@click.option(
+    "--prefill",
+    multiple=True,
+    required=True,
+    callback=_urls,
+    help="URL of a prefill engine; repeat.",
+)
+@click.option(
+    "--decode", multiple=True, required=True, callback=_urls, help="URL of a decode engine; repeat."
+)
 @click.option("--host", default="127.0.0.1", show_default=True)
 @click.option("--port", default=8000, show_default=True)
 @click.option("--prefill-timeout-s", default=60.0, show_default=True, help="Then decode alone.")

@@ -32,7 +32,7 @@ from engine_plugin.vllm.prompts import Namespaces
 from engine_plugin.vllm.scheduler import Scheduler
 from engine_plugin.vllm.stats import PromStats, Stats
 from engine_plugin.vllm.worker import Worker
-from kvstore.errors import UsageError
+from kvstore.errors import KVStoreError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -63,6 +63,7 @@ class KVStoreConnector(KVConnectorBase_V1):
     ) -> None:
         """Read the options. Raises :class:`kvstore.errors.ConfigError` for wrong ones."""
         super().__init__(vllm_config, role, kv_cache_config)
+        _share_log()
         transfer = self._kv_transfer_config
         self._options = parse_options(transfer.kv_connector_extra_config)
         self._scheduler: Scheduler | None = None
@@ -79,8 +80,8 @@ class KVStoreConnector(KVConnectorBase_V1):
             check_set_up(self._vllm_config, self._kv_cache_config)
             pages, names = look_at(self._vllm_config, self._kv_cache_config, kv_caches)
         except Exception as error:  # noqa: BLE001 - whatever vLLM or a device has that we do not expect
-            self._found = WorkerLayout(None, f"{type(error).__name__}: {error}")
-            logger.warning("kvstore: this model runs uncached: %r", error)
+            self._found = WorkerLayout(None)
+            logger.warning("kvstore: this model runs uncached: %s", _words(error))
             return
         self._found = WorkerLayout(pages.layout)
         store = kvstore.connect(self._options.url)
@@ -152,16 +153,16 @@ class KVStoreConnector(KVConnectorBase_V1):
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
         """Begin, when every worker found the same."""
-        found = list(metadata.values())
+        found = [item for item in metadata.values() if isinstance(item, WorkerLayout)]
+        if any(item.layout is None for item in found):  # the worker has said why
+            return
         try:
-            self._begin([item for item in found if isinstance(item, WorkerLayout)])
+            self._begin(found)
         except Exception as error:  # noqa: BLE001 - whatever a configuration has that we do not expect
-            logger.warning("kvstore: this model runs uncached: %r", error)
+            logger.warning("kvstore: this model runs uncached: %s", _words(error))
 
     def _begin(self, found: Sequence[WorkerLayout]) -> None:
         ranks = self._vllm_config.parallel_config.tensor_parallel_size
-        if refusal := next((item.refusal for item in found if item.layout is None), None):
-            raise UsageError(f"a worker says: {refusal}")
         layouts = {item.layout for item in found}
         if len(found) != ranks or len(layouts) != 1:
             raise UsageError(f"{len(found)} of {ranks} workers found {len(layouts)} layouts")
@@ -169,8 +170,11 @@ class KVStoreConnector(KVConnectorBase_V1):
         assert layout is not None
         assert self._kv_cache_manager is not None
         namespaces = Namespaces(self._vllm_config, self._options, layout)
+        store = kvstore.connect(
+            self._options.url, deadline_s=self._options.deadline_s, access="read"
+        )
         self._scheduler = Scheduler(
-            kvstore.connect(self._options.url, deadline_s=self._options.deadline_s, access="read"),
+            store,
             namespaces,
             self._options,
             self._kv_cache_manager,
@@ -181,7 +185,13 @@ class KVStoreConnector(KVConnectorBase_V1):
         role = self._kv_transfer_config.kv_role
         self._scheduler.reads, self._scheduler.writes = role != "kv_producer", role != "kv_consumer"
         logger.info(
-            "kvstore: blocks of %d tokens, %d bytes", layout.block_tokens, layout.block_bytes
+            "kvstore: %s at %s, %s; blocks of %d tokens, %d bytes",
+            *(
+                role,
+                store.address,
+                "connected" if store.counters()["connects",] else "not there yet",
+            ),
+            *(layout.block_tokens, layout.block_bytes),
         )
 
     # -- scheduler: requests --------------------------------------------------------------------
@@ -289,7 +299,10 @@ def check_speculation(vllm_config: VllmConfig) -> None:
     """Raise :class:`UsageError` for speculative decoding with a draft model."""
     speculative = vllm_config.speculative_config
     if speculative is not None and speculative.method not in NEEDS_NO_KV:
-        raise UsageError(f"speculative decoding by {speculative.method} keeps KV of its own")
+        raise UsageError(
+            f"speculative decoding by {speculative.method} keeps KV of its own: use one of "
+            f"{', '.join(sorted(NEEDS_NO_KV))}, or none"
+        )
 
 
 def look_at(
@@ -337,6 +350,19 @@ def look_at(
         tensors, [writers[name] for name in layers.values()], rank, head_dims, order
     )
     return pages, index_of
+
+
+def _words(error: Exception) -> str:
+    """Return what ``error`` says, and of which kind it is where that is not ours."""
+    return str(error) if isinstance(error, KVStoreError) else repr(error)
+
+
+def _share_log() -> None:
+    """Have messages of the client written where vLLM writes its own, if nobody else takes them."""
+    client = logging.getLogger("kvstore")
+    if not client.hasHandlers():
+        client.handlers = list(logging.getLogger("vllm").handlers)
+        client.setLevel(logging.getLogger("vllm").level)
 
 
 def _version() -> str:

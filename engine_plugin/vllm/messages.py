@@ -23,10 +23,9 @@ Mode = Literal["sync", "layerwise", "async"]
 
 @dataclass(frozen=True)
 class WorkerLayout(KVConnectorHandshakeMetadata):
-    """What a worker found out about its KV memory; or why it cannot be used."""
+    """What a worker found out about its KV memory; None when it cannot be used: it has said why."""
 
     layout: KVLayout | None
-    refusal: str = ""
 
 
 @dataclass(frozen=True)

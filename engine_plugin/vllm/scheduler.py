@@ -28,7 +28,7 @@ from engine_plugin.vllm.stats import Stats
 from kvstore.errors import KVStoreError, LeaseError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -45,7 +45,8 @@ logger = logging.getLogger("vllm.kvstore")
 SKIP_READ, SKIP_WRITE = "kvstore.skip_read", "kvstore.skip_write"
 EXPECT = "kvstore.expect_tokens"
 """Tokens of the prompt that another engine is about to store: wait for them, but not for long."""
-KNOWN_PARAMETERS = frozenset({SKIP_READ, SKIP_WRITE, EXPECT})
+PARAMETERS: dict[str, type] = {SKIP_READ: bool, SKIP_WRITE: bool, EXPECT: int}
+"""What ``kv_transfer_params`` of a request may say, and of which kind it is."""
 
 COPY_BYTES_PER_S = 5e9
 """How fast a load is thought to be, to choose its mode."""
@@ -161,11 +162,7 @@ class Scheduler:
             logger.info("request %s is not cached: %s", request.request_id, error)
             return
         given = request.kv_transfer_params or {}
-        if unknown := [n for n in given if n.startswith("kvstore.") and n not in KNOWN_PARAMETERS]:
-            logger.warning(
-                "request %s: kv_transfer_params has no %s; known: %s",
-                *(request.request_id, ", ".join(unknown), ", ".join(sorted(KNOWN_PARAMETERS))),
-            )
+        _check_parameters(request.request_id, given)
         self._requests[request.request_id] = _Request(
             self._number(),
             request,
@@ -249,7 +246,11 @@ class Scheduler:
         if start < state.ask_at:
             return False
         lease = self._store.acquire(state.prompt.namespace, state.prompt.lookup_key())
-        self.stats.add(lookups=1, lookup_seconds=self._clock() - start)
+        self.stats.add(
+            lookups=1,
+            failed_lookups=lease.failure is not None,
+            lookup_seconds=self._clock() - start,
+        )
         expected = min(state.expected_blocks, (state.request.num_tokens - 1) // self._width)
         if lease.num_blocks < expected and lease.failure is None and start < state.wait_until:
             self._release(lease)
@@ -473,6 +474,21 @@ class Scheduler:
             self._store.release(lease)
         except LeaseError as error:  # the workers' own leases say whether they read right bytes
             logger.debug("a lease ended early: %s", error)
+
+
+def _check_parameters(request_id: str, given: Mapping[str, Any]) -> None:
+    """Log what ``kv_transfer_params`` say to the store that it does not understand."""
+    for name, value in given.items():
+        kind = PARAMETERS.get(name)
+        if kind is None and not name.startswith("kvstore."):
+            continue
+        if kind is None:
+            logger.warning(
+                "request %s: kv_transfer_params has no %s; known: %s",
+                *(request_id, name, ", ".join(sorted(PARAMETERS))),
+            )
+        elif type(value) is not kind or (isinstance(value, int) and value < 0):
+            logger.warning("request %s: %s=%r is no %s", request_id, name, value, kind.__name__)
 
 
 def _count(value: object) -> int:

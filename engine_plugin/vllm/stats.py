@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 METRICS = {
     "lookups": "Requests that were looked up in the store.",
+    "failed_lookups": "Requests that missed because the daemon did not answer.",
     "lookup_seconds": "Time that the scheduler waited for those answers.",
     "hit_tokens": "Tokens that the store had and the engine had not, when it was asked.",
     "loaded_blocks": "Blocks copied from the store, on all ranks.",
@@ -89,6 +90,9 @@ class PromStats(KVConnectorPromMetrics):
             )
             for name, meaning in METRICS.items()
         }
+        for labels in per_engine_labelvalues.values():
+            for counter in self._counters.values():
+                counter.labels(*labels)  # a rate can be told from the first event on
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Count what one report says."""

@@ -30,8 +30,8 @@ RAW_SUFFIXES = (".bin", ".i32")
     "file",
     type=click.File("rb"),
     required=True,
-    help="Token ids of the prompt: a JSON list, numbers between blanks or commas, or, in a file "
-    "named .bin or .i32, little-endian int32. `-` is standard input.",
+    help="Token ids of the prompt: a JSON list, or an object that has one as `tokens`; numbers between "
+    "blanks or commas; or, in a file named .bin or .i32, little-endian int32. `-` is standard input.",
 )
 @click.option("--namespace", help="Digest of one namespace, in hex, or how it begins.")
 @daemon_options
@@ -76,13 +76,14 @@ def read_tokens(file: BinaryIO) -> Any:  # noqa: ANN401  (list of int, or int32 
         return np.frombuffer(data, "<i4")
     try:
         text = data.decode()
-        if text.lstrip().startswith("["):
+        if text.lstrip().startswith(("[", "{")):
             words = json.loads(text)
+            words = words.get("tokens") if isinstance(words, dict) else words
         else:
             words = [int(word) for word in text.replace(",", " ").split()]
     except (ValueError, RecursionError):
         words = None
-    if words is None or not all(type(word) is int for word in words):
+    if not isinstance(words, list) or not all(type(word) is int for word in words):
         raise click.UsageError(
             f"{name}: not a list of token ids: write [1, 2, 3] or 1 2 3; raw int32 belongs in "
             "a file named .bin"

@@ -177,6 +177,11 @@ class Client:
         return self.status().pool
 
     @property
+    def address(self) -> str:
+        """URL of the daemon."""
+        return str(self._address)
+
+    @property
     def closed(self) -> bool:
         """Whether :meth:`close` was called."""
         return self._closed
@@ -287,7 +292,7 @@ class Client:
                 self._breaker.failed(error)
             raise
         welcome = connection.welcome
-        logger.info("connected to node %s at %s", welcome.node, self._address)
+        logger.info("kvstore: connected to node %s at %s", welcome.node, self._address)
         self._counts["connects",] += 1
         if self._counts["connects",] > 1 and welcome.block_tokens != self.block_tokens:
             logger.warning(

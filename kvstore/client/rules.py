@@ -93,7 +93,7 @@ class Breaker:
     def failed(self, failure: UnavailableError) -> None:
         """Wait before the next try, longer each time. Each new reason is logged, once."""
         if failure.reason != self._reason:
-            logger.warning("%s; going on without, and trying again", failure)
+            logger.warning("kvstore: %s; going on without, and trying again", failure)
         self._why, self._reason = str(failure), failure.reason
         self._span_s = min(max(self._first_s, 2 * self._span_s), self._longest_s)
         self._retry_at = self._clock() + self._span_s * (1 + self._random()) / 2

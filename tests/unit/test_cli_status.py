@@ -414,6 +414,7 @@ class TestExplain:
         ("name", "content"),
         [
             ("t.json", b" [1, 2,\n-3]"),
+            ("t.json", b'{"count": 3, "tokens": [1, 2, -3], "token_strs": null}'),
             ("t.txt", b"1 2\n-3\n"),
             ("t.csv", b"1,2, -3"),
             ("t.bin", np.array([1, 2, -3], "<i4").tobytes()),
@@ -481,6 +482,8 @@ class TestExplain:
             b"[1, 2.5]",
             b"[1, true]",
             b'{"secret": 1}',
+            b'{"tokens": "secret"}',
+            b'{"tokens": {"secret": 1}}',
             b"[1",
             b"[[1]]",
             b"\xff\xfe",

@@ -143,7 +143,7 @@ def test_each_reason_is_logged_once_until_all_is_well(caplog):
         breaker.failed(UnavailableError(reason, f"it is {reason}"))
     told = [record.message for record in caplog.records]
     assert len(told) == 2
-    assert told[0].startswith("it is unreachable")
+    assert told[0].startswith("kvstore: it is unreachable")
     breaker.succeeded()
     breaker.failed(UnavailableError("refused", "again"))
     assert len(caplog.records) == 3

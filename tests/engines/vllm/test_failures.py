@@ -193,10 +193,18 @@ def test_a_daemon_that_starts_later_is_found(engines, daemon, batches):
 
 def test_without_a_daemon_requests_are_computed(engine, daemon, batches):
     daemon.kill()
+    before = engine.metrics()
     for prompts, expected in batches[:3]:
         answers = engine.generate(*prompts)
         right(answers, expected)
         assert not any(answer.cached_tokens for answer in answers)
+    lookups, failed = (
+        engine.metrics().get(f"kvstore_{name}", 0) - before.get(f"kvstore_{name}", 0)
+        for name in ("lookups", "failed_lookups")
+    )
+    assert lookups == failed > 0
+    assert engine.log.count(f"at {daemon.url}, not there yet; blocks of {BLOCK} tokens") == 1
+    assert "[rules.py:" in engine.log  # as vLLM writes its own lines
 
 
 def test_a_daemon_that_is_killed_between_requests_and_comes_back(engine, daemon, batches):

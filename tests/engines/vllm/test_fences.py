@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, Phi3Config
 
-from engine_plugin.vllm import prompts, worker
+from engine_plugin.vllm import prompts, scheduler, worker
 from engine_plugin.vllm.messages import Load, Save, StepMetadata
 from engine_plugin.vllm.options import Options
 from engine_plugin.vllm.pages import Rank
@@ -311,3 +311,21 @@ def test_an_adapter_whose_files_have_changed_is_refused(adapter, monkeypatch):
     for _ in range(2):
         space(load_inplace=True)  # vLLM has read them again, once
     assert len(read) == 3
+
+
+@pytest.mark.parametrize(
+    ("given", "complaint"),
+    [
+        ({"kvstore.skipwrite": True}, "has no kvstore.skipwrite"),
+        ({"kvstore.skip_read": "yes"}, "'yes' is no bool"),
+        ({"kvstore.skip_write": 1}, "1 is no bool"),
+        ({"kvstore.expect_tokens": -4}, "-4 is no int"),
+        ({"kvstore.expect_tokens": True}, "True is no int"),
+        ({"kvstore.skip_read": True, "kvstore.expect_tokens": 64, "other": "x"}, ""),
+    ],
+)
+def test_parameters_of_requests_that_mean_nothing_are_named(given, complaint, caplog):
+    scheduler._check_parameters("r1", given)
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == bool(complaint)
+    assert all(complaint in message for message in told)

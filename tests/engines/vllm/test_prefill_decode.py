@@ -17,6 +17,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from click.testing import CliRunner
 
 from tests.engines.vllm.engine import Prompt, wait_until
 from tests.engines.vllm.workload import draw
@@ -123,6 +124,31 @@ class TestProxyAlone:
         answer = ask(engines, "/v1/completions", {"prompt": "x", "max_tokens": 5})
         assert answer.json() == {"id": 1}
         assert engines.asked[1] == ("decode", "/v1/completions", {"prompt": "x", "max_tokens": 5})
+
+    @pytest.mark.parametrize("stored", [None, {"kvstore.expect_tokens": 64}])
+    def test_a_prefill_engine_that_says_nothing_is_named_once(self, stored, caplog):
+        engines = Engines(prefill=httpx.Response(200, json={"kv_transfer_params": stored}))
+
+        async def send_twice():
+            app = load_proxy().make_app(
+                (PREFILL,), (DECODE,), transport=httpx.MockTransport(engines)
+            )
+            async with httpx.AsyncClient(
+                transport=httpx.ASGITransport(app), base_url="http://proxy"
+            ) as client:
+                for _ in range(2):
+                    await client.post("/v1/completions", json={"prompt": "x"})
+
+        asyncio.run(send_twice())
+        told = [record.message for record in caplog.records if "stored tokens" in record.message]
+        assert len(told) == (0 if stored else 1)
+        assert all(PREFILL in message for message in told)
+
+    def test_an_engine_that_is_no_url_is_refused_at_the_start(self):
+        arguments = ["--prefill", "127.0.0.1:8100", "--decode", DECODE]
+        result = CliRunner().invoke(load_proxy().main, arguments)
+        assert result.exit_code == 2
+        assert "write http://HOST:PORT" in result.output
 
     def test_an_error_of_the_decode_engine_is_passed_on(self):
         engines = Engines(decode=httpx.Response(400, json={"error": {"message": "too long"}}))
