@@ -47,6 +47,8 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
+    from engine_plugin.vllm.options import Options
+
 logger = logging.getLogger("vllm.kvstore")
 
 NEEDS_NO_KV = frozenset({"ngram", "ngram_gpu", "suffix"})
@@ -176,7 +178,7 @@ class KVStoreConnector(KVConnectorBase_V1):
         self._scheduler = Scheduler(
             store,
             namespaces,
-            self._options,
+            self._options_here(),
             self._kv_cache_manager,
             num_ranks=ranks,
             block_bytes=layout.block_bytes // min(ranks, layout.num_kv_heads),
@@ -193,6 +195,17 @@ class KVStoreConnector(KVConnectorBase_V1):
             ),
             *(layout.block_tokens, layout.block_bytes),
         )
+
+    def _options_here(self) -> Options:
+        """Return the options, less a way of loading that would give wrong tokens in this set-up."""
+        options = self._options
+        if not steps_overlap(self._vllm_config):
+            return options
+        if options.load not in ("async", "auto"):
+            logger.warning(
+                "kvstore: load=%s needs steps that do not overlap: loads are async", options.load
+            )
+        return options.model_copy(update={"load": "async"})
 
     # -- scheduler: requests --------------------------------------------------------------------
 
@@ -303,6 +316,14 @@ def check_speculation(vllm_config: VllmConfig) -> None:
             f"speculative decoding by {speculative.method} keeps KV of its own: use one of "
             f"{', '.join(sorted(NEEDS_NO_KV))}, or none"
         )
+
+
+def steps_overlap(vllm_config: VllmConfig) -> bool:
+    """Say whether a step may begin before it is known which loads of the last one have failed.
+
+    Its output, or what the runner keeps of it, then cannot be taken back.
+    """
+    return vllm_config.use_v2_model_runner or vllm_config.max_concurrent_batches > 1
 
 
 def look_at(

@@ -350,7 +350,7 @@ def _join(pages: list[torch.Tensor]) -> list[torch.Tensor]:
     memory = {page.untyped_storage().data_ptr() for page in pages}
     starts = [int(page.storage_offset()) for page in pages]
     steps = {after - start for start, after in itertools.pairwise(starts)}
-    if len(memory) > 1 or len(steps) > 1:
+    if len(memory) > 1 or len(steps) > 1 or min(steps, default=0) < 0:
         return [page.unsqueeze(1) for page in pages]
     size, stride = list(first.shape), list(first.stride())
     size.insert(1, len(pages))

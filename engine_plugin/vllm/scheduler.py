@@ -218,7 +218,7 @@ class Scheduler:
                 needed = min(needed, load.first + 1)
             if (
                 other is not state
-                and not loading.ended
+                and not (loading.ended and load.mode == "async")
                 and load.first < needed <= load.first + len(load.blocks)
                 and other.prompt.namespace == state.prompt.namespace
                 and needed <= state.request.num_tokens // self._width
@@ -329,8 +329,12 @@ class Scheduler:
         written = {block for load in self._step.loads for block in load.blocks}
         for new in output.scheduled_new_reqs:
             written.update(new.block_ids[0][new.num_computed_tokens // self._width :])
-        for ids in output.scheduled_cached_reqs.new_block_ids:
-            written.update(ids[0] if ids else ())
+        cached = output.scheduled_cached_reqs
+        for name, ids, computed in zip(
+            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+        ):
+            resumed = name in cached.resumed_req_ids  # then it is told all of its blocks anew
+            written.update(ids[0][computed // self._width if resumed else 0 :] if ids else ())
         return list(waiting & written)
 
     def _unsure_blocks(self) -> set[int]:

@@ -84,7 +84,7 @@ class Worker:
         self._layer_of = layer_of
         self._prompts: dict[int, _Prompt] = {}
         self._waiting: dict[int, _SaveJob] = {}
-        """Saves that have not ended when they were looked at last, by job."""
+        """Saves that have not been reported, by job."""
         self._lock = threading.Condition()
         self._ended = _Ended()
         self._idle = False
@@ -114,7 +114,6 @@ class Worker:
 
     def _fence(self, overwritten: frozenset[int]) -> None:
         start = self._clock()
-        self._waiting = {job: save for job, save in self._waiting.items() if not save.has_ended}
         for save in self._waiting.values():
             if not overwritten.isdisjoint(save.blocks):
                 save.end_before(start + FENCE_S - self._clock())
@@ -172,6 +171,8 @@ class Worker:
             if self._idle:
                 self._lock.wait_for(lambda: self._ended.received or not self._num_async, IDLE_S)
             self._taken, self._ended = self._ended, _Ended()
+        for job in self._taken.results.saves:
+            del self._waiting[job]
         return self._taken.received
 
     def take_invalid(self) -> set[int]:
@@ -368,9 +369,12 @@ class _SaveJob:
     def end_before(self, timeout_s: float) -> None:
         """Wait until the blocks are copied; give them up if that has not begun in time."""
         with self._changed:
-            if not self._changed.wait_for(lambda: self.has_ended, max(0.0, timeout_s)):
+            if not self._changed.wait_for(self._is_over, max(0.0, timeout_s)):
                 self.given_up = not self._copies
-                self._changed.wait_for(lambda: self.has_ended or self.given_up)
+                self._changed.wait_for(self._is_over)
+
+    def _is_over(self) -> bool:
+        return self.has_ended or self.given_up
 
 
 class _Streams:

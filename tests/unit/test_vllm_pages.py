@@ -73,6 +73,8 @@ def memory(heads: int = HEADS, order: str = "LBHNC") -> list[torch.Tensor]:
         return list(torch.zeros(LAYERS, BLOCKS, TOKENS, heads, 2 * DIM).transpose(2, 3))
     if order == "apart":
         return [torch.zeros(BLOCKS, heads, TOKENS, 2 * DIM) for _ in range(LAYERS)]
+    if order == "backwards":
+        return list(torch.zeros(LAYERS, BLOCKS, heads, TOKENS, 2 * DIM))[::-1]
     if order == "BLHNC":
         return list(torch.zeros(BLOCKS, LAYERS, heads, TOKENS, 2 * DIM).transpose(0, 1))
     return list(torch.zeros(LAYERS, BLOCKS, heads, TOKENS, 2 * DIM))
@@ -93,7 +95,7 @@ def write_random(backend: type[Backend], layers: list[torch.Tensor], kv: torch.T
         )
 
 
-@pytest.mark.parametrize("order", ["LBHNC", "LBNHC", "BLHNC", "apart"])
+@pytest.mark.parametrize("order", ["LBHNC", "LBNHC", "BLHNC", "apart", "backwards"])
 def test_packed_content_is_stored_in_canonical_order(order):
     layers = memory(order=order)
     pages = find(Backend, layers)
@@ -115,7 +117,7 @@ def test_tiles_are_stored_as_they_are_under_the_writers_name():
 
 
 @pytest.mark.parametrize("backend", [Backend, Transposed])
-@pytest.mark.parametrize("order", ["LBHNC", "BLHNC", "apart"])
+@pytest.mark.parametrize("order", ["LBHNC", "BLHNC", "apart", "backwards"])
 def test_what_was_saved_can_be_loaded_by_layers_and_into_other_blocks(backend, order):
     layers = memory(order=order)
     pages = find(backend, layers)
@@ -138,7 +140,7 @@ def test_what_was_saved_can_be_loaded_by_layers_and_into_other_blocks(backend, o
         assert not layer[[0, 1, 4, 5]].any()
 
 
-@pytest.mark.parametrize("order", ["LBHNC", "BLHNC", "apart"])
+@pytest.mark.parametrize("order", ["LBHNC", "BLHNC", "apart", "backwards"])
 @pytest.mark.parametrize(
     ("blocks", "slots"),
     [

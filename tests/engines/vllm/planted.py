@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import deque
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ with warnings.catch_warnings():
     from vllm import SamplingParams
     from vllm.distributed.kv_transfer import get_kv_transfer_group
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.request import Request
 
 import numpy as np
@@ -34,6 +36,13 @@ if TYPE_CHECKING:
     from engine_plugin.vllm.scheduler import Scheduler
 
 Tokens = tuple[int, ...]
+OVERLAPPING = {
+    "_spec_token_placeholders": [],
+    "pp_size": 1,
+    "decode_stagger": 1,
+    "defer_block_free": True,
+}
+"""What vLLM's asynchronous scheduler has beside the attributes of the other one."""
 WRONG = 0x3F
 """Each byte of what a load that goes wrong leaves in the engine's memory: 0.75 in float32."""
 
@@ -82,6 +91,37 @@ class Planted:
         """Have loads done in another way than ``sync``."""
         options = self.half._options.model_copy(update={"load": mode})
         monkeypatch.setattr(self.half, "_options", options)
+
+    def overlap_steps(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Have two steps in flight, vLLM's default on CUDA, and loads as the connector has them then."""
+        scheduler = self.core.scheduler
+        monkeypatch.setattr(scheduler, "__class__", AsyncScheduler)
+        for name, value in OVERLAPPING.items():
+            monkeypatch.setattr(scheduler, name, value, raising=False)
+        config = scheduler.vllm_config
+        monkeypatch.setattr(config.scheduler_config, "async_scheduling", True)
+        connector = scheduler.connector
+        monkeypatch.setattr(self.half, "_options", connector._options_here())
+
+    def work_overlapped(self) -> dict[str, Tokens]:
+        """Take steps until no request is left, each planned while another one is in flight."""
+        scheduler, flight, got = self.core.scheduler, deque[Any](), dict[str, Tokens]()
+        while scheduler.has_requests() or flight:
+            if scheduler.has_requests():
+                planned = scheduler.schedule()
+                flight.append((planned, self._execute(planned)))
+                if len(flight) == 1:
+                    continue
+            for outputs in scheduler.update_from_output(*flight.popleft()).values():
+                for output in outputs.outputs:
+                    name = output.request_id
+                    got[name] = got.get(name, ()) + tuple(output.new_token_ids)
+        return got
+
+    def _execute(self, planned: Any) -> Any:
+        executor = self.core.model_executor
+        result = executor.execute_model(planned, non_block=True).result()
+        return executor.sample_tokens(None) if result is None else result
 
     def salt(self) -> str:
         """Return one under which nothing is known."""

@@ -128,13 +128,17 @@ def results(rank: Worker):
 class Overwriting(threading.Thread):
     """A step that writes to a block, once the worker lets it begin."""
 
-    def __init__(self, rank: Worker, pages: Pages, block: int) -> None:
+    def __init__(
+        self, rank: Worker, pages: Pages, block: int, step: StepMetadata | None = None
+    ) -> None:
         super().__init__(name="step")
         self._rank, self._pages, self._block = rank, pages, block
+        self._step = step or StepMetadata()
+        self._step.overwritten = [block]
         self.start()
 
     def run(self) -> None:
-        self._rank.begin(StepMetadata(overwritten=[self._block]))
+        self._rank.begin(self._step)
         self._pages.content[self._block] = 99
 
 
@@ -218,18 +222,29 @@ def test_all_that_is_queued_at_the_end_is_stored(rank, store, pages):
 
 
 @pytest.mark.parametrize(
-    ("loaded", "new", "grown", "expected"),
-    [([3], [], [], {3}), ([], [2, 4], [], {4}), ([], [], [5], {5}), ([6], [3, 7], [8], set())],
-    ids=["loaded", "of a new request", "of a running request", "none"],
+    ("loaded", "new", "grown", "resumed", "expected"),
+    [
+        ([3], [], [], [], {3}),
+        ([], [2, 4], [], [], {4}),
+        ([], [], [5], [], {5}),
+        ([], [], [], [2, 3, 4], {3, 4}),
+        ([6], [3, 7], [8], [2], set()),
+    ],
+    ids=["loaded", "of a new request", "of a running request", "of a resumed one", "none"],
 )
-def test_blocks_that_a_step_writes_to(loaded, new, grown, expected):
+def test_blocks_that_a_step_writes_to(loaded, new, grown, resumed, expected):
     half = object.__new__(Scheduler)
     half._width = 4
     half._saves = {1: SimpleNamespace(blocks=[2, 3]), 2: SimpleNamespace(blocks=[4, 5])}
     half._step = StepMetadata(loads=[Load(9, 1, "a", 0, loaded, "sync")])
     output = SimpleNamespace(
         scheduled_new_reqs=[SimpleNamespace(block_ids=(new,), num_computed_tokens=4)],
-        scheduled_cached_reqs=SimpleNamespace(new_block_ids=[None, (grown,)]),
+        scheduled_cached_reqs=SimpleNamespace(
+            req_ids=["b", "c", "d"],
+            resumed_req_ids={"d"},
+            num_computed_tokens=[8, 8, 4],
+            new_block_ids=[None, (grown,), (resumed,)],
+        ),
     )
     assert set(half._overwritten(output)) == expected
 
@@ -311,6 +326,41 @@ def test_an_adapter_whose_files_have_changed_is_refused(adapter, monkeypatch):
     for _ in range(2):
         space(load_inplace=True)  # vLLM has read them again, once
     assert len(read) == 3
+
+
+def test_saves_begun_before_a_step_are_fenced_as_well(rank, pages):
+    pages.goes_on.clear()
+    step = save(1, 3, 4)
+    step.early_saves, step.saves = step.saves, []
+    overwriting = Overwriting(rank, pages, 4, step)
+    assert pages.copies.wait(PATIENCE_S)
+    assert not ends_within(overwriting, 4 * worker.FENCE_S)
+    pages.goes_on.set()
+    assert ends_within(overwriting, PATIENCE_S)
+    assert not results(rank).failed_saves
+    assert pages.copied == [3, 4]
+
+
+def test_what_was_given_up_is_not_waited_for_again(rank, store):
+    store.answers.clear()
+    fill(rank, save(1, 3, 4, 5))
+    assert store.asked.wait(PATIENCE_S)
+    waits = []
+    (job,) = rank._waiting.values()
+    wait_for = job._changed.wait_for
+    job._changed.wait_for = lambda over, timeout=None: (
+        waits.append(over()) or wait_for(over, timeout)
+    )
+    for block in (3, 4, 5):
+        rank.begin(StepMetadata(overwritten=[block]))
+    assert waits == [False, True, True, True]  # the first fence looks twice
+
+
+def test_saves_that_were_reported_are_forgotten(rank):
+    for number in range(1, 9):
+        fill(rank, save(number, number))
+        results(rank)
+    assert not rank._waiting
 
 
 @pytest.mark.parametrize(

@@ -97,6 +97,24 @@ def abort_beside_load(engine, monkeypatch, names) -> list[str]:
     return done
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_loads_where_steps_overlap(engine, salt, monkeypatch, fails):
+    """vLLM cannot take back a step that is in flight when the load of the one before it has failed."""
+    prompt = SHARED + draw(3, 40)
+    right, clean = engine.right(prompt)
+    with monkeypatch.context() as patch:
+        engine.overlap_steps(patch)
+        loads = planted.Loads(patch)
+        if fails:
+            fail_once(patch)
+        engine.add("a", salt, prompt)
+        answers = engine.work_overlapped()
+        assert len(loads.seen) == 1
+    assert answers == {"a": right}
+    engine.settle()
+    check_store(engine, salt, prompt, clean, 11)
+
+
 @in_a_step
 def test_a_failed_load_of_a_request_that_is_aborted(engine, salt, loads, monkeypatch):
     other = SHARED + draw(2, 170)
