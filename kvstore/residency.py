@@ -480,9 +480,9 @@ class Residency:
     def _drop(self, ids: Ids, reason: str) -> None:
         """Count blocks that left the index, and free those that nobody uses."""
         ready = ids[self.table.states[ids] == BlockState.READY]
-        tiers, _ = self.where(ready)
-        for index, count in enumerate(np.bincount(tiers, minlength=len(self.tiers)).tolist()):
-            self.counts["evicted_blocks", self.tiers[index].name, reason] += count
+        first = (self.table.slots[:, ready] != NO_SLOT).argmax(axis=0)
+        for index, tier in enumerate(self.tiers):
+            self.counts["evicted_blocks", tier.name, reason] += int((first == index).sum())
         self.table.states[ids] = BlockState.GONE
         self.parts.forget(ids)
         self._free(ids[self.table.refs[ids] == 0])
@@ -493,6 +493,8 @@ class Residency:
         self.table.free(ids)
 
     def _release_slots(self, index: int, ids: Ids) -> None:
+        if not len(ids):
+            return
         classes = self.table.size_classes[ids]
         for size_class in set(classes.tolist()):
             slots = self.table.slots[index, ids[classes == size_class]].astype(np.int64)
