@@ -18,6 +18,7 @@ PARTS = {
     "conformance_bfloat16": ["bench.conformance", "--dtype", "bfloat16", "--output", "json"],
     "ttft_bfloat16": ["bench.ttft", "--dtype", "bfloat16", "--output", "json"],
     "ttft_float32": ["bench.ttft", "--output", "json"],
+    "pages": ["bench.pages", "--output", "json"],
     "doctor": ["kvstore.cli.main", "doctor", "--output", "json"],
 }
 

@@ -20,10 +20,11 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from engine_plugin.layout import as_tensor
 from kvstore.errors import UsageError
@@ -32,7 +33,10 @@ from kvstore.namespace import DTYPE_BYTES, KVLayout
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from numpy.typing import NDArray
+T = TypeVar("T", torch.Tensor, NDArray[Any])
+
+STAGED_BYTES = 64 << 20
+"""Memory of a device that copies may take for slots on their way."""
 
 PROBE_BLOCKS = (1, 2)
 """Block 0 is vLLM's placeholder for no block."""
@@ -82,15 +86,16 @@ class Pages:
         heads = rank.stop - rank.start
         if layout.opaque is None:
             dim = layout.head_dim
-            self._pages = [layer.unflatten(3, (2, dim)).permute(0, 3, 1, 2, 4) for layer in layers]
+            pages = [layer.unflatten(3, (2, dim)).permute(0, 3, 1, 2, 4) for layer in layers]
             self._unit: tuple[int, ...] = (2, rank.num_heads, layout.block_tokens, dim)
             self._part: tuple[slice, ...] = (slice(None), slice(rank.start, rank.stop))
         else:
-            self._pages = [_bytes_of(layer).unflatten(1, (heads, -1)) for layer in layers]
-            self._unit = (rank.num_heads, self._pages[0].shape[2])
+            pages = [_bytes_of(layer).unflatten(1, (heads, -1)) for layer in layers]
+            self._unit = (rank.num_heads, pages[0].shape[2])
             self._part = (slice(rank.start, rank.stop),)
         self.on_host = layers[0].device.type == "cpu"
-        self._arrays = [_as_array(page) for page in _join(self._pages)] if self.on_host else []
+        self._pages = _join(pages)
+        self._arrays = [_as_array(page) for page in self._pages] if self.on_host else []
 
     @property
     def block_bytes(self) -> int:
@@ -132,40 +137,46 @@ class Pages:
     ) -> None:
         """In as few calls as can be: a thread that copies waits for Python's lock after each."""
         dtype, shape = self._arrays[0].dtype, (self.num_layers, *self._unit)
-        mine = slice(None), slice(None), *self._part
         for run, distance, step in _runs(pairs):
             (offset, first), (_, last) = run[0], run[-1]
             one = np.ndarray(shape, dtype, buffer, offset)
             slots = np.ndarray((len(run), *shape), dtype, buffer, offset, (distance, *one.strides))
             blocks = slice(first, last + (1 if step > 0 else -1), step)
-            for array, some in self._layers_of(layers):
-                pages, parts = array[blocks], slots[:, some][mine]
+            mine = slots[:, layers][(slice(None), slice(None), *self._part)]
+            for array, some in _of_layers(self._arrays, layers):
+                pages, parts = array[blocks], mine[:, some]
                 np.copyto(*((pages, parts) if into_engine else (parts, pages)))
-
-    def _layers_of(self, layers: slice) -> Iterator[tuple[NDArray[Any], slice]]:
-        """Yield arrays ``[num_blocks, n, ...]`` that together have ``layers``, each with its own."""
-        if len(self._arrays) == 1:
-            yield self._arrays[0][:, layers], layers
-            return
-        for index in range(*layers.indices(self.num_layers)):
-            yield self._arrays[index], slice(index, index + 1)
 
     def _copy_device(
         self, buffer: Any, pairs: list[tuple[int, int]], layers: slice, *, into_engine: bool
     ) -> None:
-        """On the current stream: whole slots cross the bus, and are taken apart on the device."""
-        memory, pages = as_tensor(buffer), self._pages[layers]
-        size, dtype = self.layout.block_bytes, self._pages[0].dtype
-        shape = (self.num_layers, *self._unit)
-        for offset, block in pairs:
-            slot = memory[offset : offset + size].view(dtype).view(shape)[layers]
-            if into_engine:
-                parts = slot.to(pages[0].device, non_blocking=True)
-                for page, part in zip(pages, parts, strict=True):
-                    page[block].copy_(part[self._part], non_blocking=True)
-            else:
-                parts = torch.stack([page[block] for page in pages])
-                slot[(slice(None), *self._part)].copy_(parts, non_blocking=True)
+        """On the current stream: slots cross the bus whole, and many are taken apart by one kernel."""
+        memory, like = as_tensor(buffer), self._pages[0]
+        size, shape = self.layout.block_bytes, (self.num_layers, *self._unit)
+        at_once = max(1, STAGED_BYTES // size)
+        for start in range(0, len(pairs), at_once):
+            some = pairs[start : start + at_once]
+            slots = [memory[o : o + size].view(like.dtype).view(shape)[layers] for o, _ in some]
+            blocks = torch.tensor([block for _, block in some], device=like.device)
+            scatter = self._scatter if into_engine else self._gather
+            scatter(slots, blocks, layers)
+
+    def _scatter(self, slots: list[torch.Tensor], blocks: torch.Tensor, layers: slice) -> None:
+        """Copy ``slots`` to the device, and from there into the engine's ``blocks``."""
+        shape = (len(slots), *slots[0].shape)
+        staged = torch.empty(shape, dtype=slots[0].dtype, device=blocks.device)
+        for target, slot in zip(staged, slots, strict=True):
+            target.copy_(slot, non_blocking=True)
+        mine = staged[(slice(None), slice(None), *self._part)]
+        for pages, some in _of_layers(self._pages, layers):
+            pages.index_copy_(0, blocks, mine[:, some])
+
+    def _gather(self, slots: list[torch.Tensor], blocks: torch.Tensor, layers: slice) -> None:
+        """Collect the engine's ``blocks`` on the device, and copy each to its slot."""
+        found = [pages.index_select(0, blocks) for pages, _ in _of_layers(self._pages, layers)]
+        for parts, slot in zip(torch.cat(found, dim=1), slots, strict=True):
+            mine = slot[(slice(None), *self._part)]
+            mine.copy_(parts, non_blocking=mine.is_contiguous())
 
 
 def find_layout(
@@ -356,6 +367,15 @@ def _join(pages: list[torch.Tensor]) -> list[torch.Tensor]:
     size.insert(1, len(pages))
     stride.insert(1, steps.pop() if steps else 0)
     return [first.as_strided(size, stride)]
+
+
+def _of_layers(pages: Sequence[T], layers: slice) -> Iterator[tuple[T, slice]]:
+    """Yield ``[num_blocks, n, ...]`` that together have ``layers``, each with where it is among them."""
+    if len(pages) == 1:
+        yield pages[0][:, layers], slice(None)
+        return
+    for index, page in enumerate(pages[layers]):
+        yield page, slice(index, index + 1)
 
 
 def _runs(pairs: list[tuple[int, int]]) -> Iterator[tuple[list[tuple[int, int]], int, int]]:

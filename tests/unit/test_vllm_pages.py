@@ -86,6 +86,19 @@ def find(backend: type[Backend], layers: list[torch.Tensor], rank: Rank | None =
     return find_layout(layers, [backend(t) for t in layers], rank, (DIM, DIM), backend.__name__)
 
 
+@pytest.fixture(params=["host", "device"])
+def find_here(request, monkeypatch):
+    """Find layouts; copies are done as on the host, or as on a device, in stages of two blocks."""
+
+    def find_as_on_a_device(*arguments):
+        pages = find(*arguments)
+        pages.on_host = False
+        monkeypatch.setattr("engine_plugin.vllm.pages.STAGED_BYTES", 2 * pages.layout.block_bytes)
+        return pages
+
+    return find if request.param == "host" else find_as_on_a_device
+
+
 def write_random(backend: type[Backend], layers: list[torch.Tensor], kv: torch.Tensor, block: int):
     """Have the back end write ``kv[layer, K|V, head, token, dim]`` to a block."""
     slots = torch.arange(block * TOKENS, (block + 1) * TOKENS)
@@ -96,9 +109,9 @@ def write_random(backend: type[Backend], layers: list[torch.Tensor], kv: torch.T
 
 
 @pytest.mark.parametrize("order", ["LBHNC", "LBNHC", "BLHNC", "apart", "backwards"])
-def test_packed_content_is_stored_in_canonical_order(order):
+def test_packed_content_is_stored_in_canonical_order(find_here, order):
     layers = memory(order=order)
-    pages = find(Backend, layers)
+    pages = find_here(Backend, layers)
     assert pages.layout.opaque is None
     assert pages.layout.shape == (LAYERS, 2, HEADS, TOKENS, DIM)
     kv = torch.randn(pages.layout.shape)
@@ -118,9 +131,9 @@ def test_tiles_are_stored_as_they_are_under_the_writers_name():
 
 @pytest.mark.parametrize("backend", [Backend, Transposed])
 @pytest.mark.parametrize("order", ["LBHNC", "BLHNC", "apart", "backwards"])
-def test_what_was_saved_can_be_loaded_by_layers_and_into_other_blocks(backend, order):
+def test_what_was_saved_can_be_loaded_by_layers_and_into_other_blocks(find_here, backend, order):
     layers = memory(order=order)
-    pages = find(backend, layers)
+    pages = find_here(backend, layers)
     kv = torch.randn(2, LAYERS, 2, HEADS, TOKENS, DIM)
     write_random(backend, layers, kv[0], 1)
     write_random(backend, layers, kv[1], 5)
@@ -154,9 +167,9 @@ def test_what_was_saved_can_be_loaded_by_layers_and_into_other_blocks(backend, o
         ([], []),
     ],
 )
-def test_blocks_and_slots_in_any_order(order, blocks, slots):
+def test_blocks_and_slots_in_any_order(find_here, order, blocks, slots):
     layers = memory(order=order)
-    pages = find(Transposed, layers)
+    pages = find_here(Transposed, layers)
     for layer in layers:
         layer.copy_(torch.randn(layer.shape))
     before = [layer.clone() for layer in layers]
@@ -180,9 +193,9 @@ def test_blocks_and_slots_in_any_order(order, blocks, slots):
             assert torch.equal(layer[block], wanted)
 
 
-def test_no_block_is_skipped():
+def test_no_block_is_skipped(find_here):
     layers = memory()
-    pages = find(Backend, layers)
+    pages = find_here(Backend, layers)
     buffer = np.ones(pages.layout.block_bytes, np.uint8)
     pages.load(buffer, np.zeros(1, np.int64), [0], slice(None))
     assert not any(layer.any() for layer in layers)
@@ -190,21 +203,21 @@ def test_no_block_is_skipped():
 
 @pytest.mark.parametrize("backend", [Backend, Transposed])
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_ranks_write_what_one_engine_reads(backend, num_ranks):
+def test_ranks_write_what_one_engine_reads(find_here, backend, num_ranks):
     kv = torch.randn(LAYERS, 2, HEADS, TOKENS, DIM)
     local = HEADS // num_ranks
     buffer = None
     for number in range(num_ranks):
         layers = memory(local)
         rank = Rank.of(number, num_ranks, local, HEADS)
-        pages = find(backend, layers, rank)
+        pages = find_here(backend, layers, rank)
         write_random(backend, layers, kv[:, :, rank.start : rank.stop], 3)
         if buffer is None:
             buffer = np.zeros(pages.layout.block_bytes, np.uint8)
         assert pages.block_bytes * num_ranks == pages.layout.block_bytes
         pages.save(buffer, np.zeros(1, np.int64), [3])
     whole, reference = memory(), memory()
-    reader = find(backend, whole)
+    reader = find_here(backend, whole)
     assert reader.layout == pages.layout
     reader.load(buffer, np.zeros(1, np.int64), [2], slice(None))
     write_random(backend, reference, kv, 2)
