@@ -76,8 +76,8 @@ class Settings(BaseModel):
     """Ask for transparent huge pages, or take those that ``vm.nr_hugepages`` reserved (daemon only)."""
     block_tokens: int = Field(16, ge=1, le=4096)
     """Tokens of one block."""
-    policy: Literal["lru"] = "lru"
-    """What to evict first."""
+    policy: Literal["lru", "slru", "s3fifo", "arc", "lfu", "cost"] = "lru"
+    """What to evict first: what was least recently used, or as another policy of ``radix`` says."""
     lease_timeout_s: float = Field(60.0, gt=0, le=DAY_S)
     """Seconds for which a lease protects its blocks."""
     max_leases: int = Field(16384, ge=1, le=32000)

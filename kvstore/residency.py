@@ -35,7 +35,7 @@ from kvstore.tiers.arena import ALIGNMENT, slot_bytes
 from kvstore.tiers.moves import Move, checksums, copy_blocks, on_host
 from kvstore.tiers.tier import NamespaceTree, Tier, TierOrders
 from kvstore.tokens import TOKEN_BYTES
-from radix import LRU, check_invariants
+from radix import LRU, LeafOrder, check_invariants
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -371,7 +371,7 @@ class Residency:
             free = np.flatnonzero(here & unused)
             if not len(free):
                 if here.any() or not unused.all():
-                    policy.touch(node.path())  # in use, hence recent, as are its ancestors
+                    policy.postpone(node)
                     skipped += 1
                 else:
                     policy.remove(node)
@@ -569,6 +569,8 @@ class Residency:
             assert tier.arena.used_bytes == sum(sizes), (
                 "3: used slots are those of blocks and moves"
             )
+            if isinstance(tier.policy, LeafOrder):
+                tier.policy.check_invariants()
             known = {node: age for age, node in enumerate(tier.policy)}
             for node in nodes:
                 needed = (table.slots[index, node.blocks] != NO_SLOT) | np.isin(

@@ -11,8 +11,8 @@ block id for each of them. The tree compares the keys themselves, so a collision
   in the middle.
 * ``touch`` makes what a match found the most recent: it splits off the tail of an edge that is used
   in part, and merges nodes of the path that have a single child, since all their blocks now have the
-  same age. So a prompt that grows block by block stays one node, and a trunk whose branches were
-  evicted becomes one node again.
+  same age (an order that counts uses may keep them apart). So a prompt that grows block by block stays
+  one node, and a trunk whose branches were evicted becomes one node again.
 * ``trim`` removes the tail of a node and everything below it, ``evict`` trims oldest-first.
 
 All loops are iterative: depth is limited by memory only. The design follows SGLang's RadixAttention
@@ -22,6 +22,7 @@ byte-string edges after D. R. Morrison, "PATRICIA", 1968.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -180,7 +181,8 @@ class RadixTree:
         merged: list[Node] = []
         start = 0
         for index, node in enumerate(nodes):
-            if len(node.children) != 1 or index + 1 == len(nodes):
+            last = index + 1 == len(nodes) or len(node.children) != 1
+            if last or not self.order.alike(node, nodes[index + 1]):
                 merged.append(node if start == index else self._merge(nodes[start : index + 1]))
                 start = index + 1
         self.order.touch(merged)
@@ -283,8 +285,10 @@ class RadixTree:
         last.blocks = np.concatenate([node.blocks for node in chain])
         last.parent = parent
         parent.children[last.key[: self.key_bytes]] = last
-        for node in chain[:-1]:
-            self._forget(node)
+        for upper, lower in pairwise(chain):
+            self.num_nodes -= 1
+            upper.parent = None
+            self.order.join(upper, lower)
         return last
 
     def _forget(self, node: Node) -> None:

@@ -70,6 +70,19 @@ class TierOrders(EvictionOrder):
         for policy in self._policies:
             policy.remove(node)
 
+    def postpone(self, node: Node) -> None:
+        """Tell the last tier, whose victim it is."""
+        self._policies[-1].postpone(node)
+
+    def alike(self, upper: Node, lower: Node) -> bool:
+        """Whether every tier ranks them alike."""
+        return all(policy.alike(upper, lower) for policy in self._policies)
+
+    def join(self, upper: Node, lower: Node) -> None:
+        """Tell every tier."""
+        for policy in self._policies:
+            policy.join(upper, lower)
+
     def victim(self) -> Node | None:
         """Victim of the last tier."""
         return self._policies[-1].victim()
