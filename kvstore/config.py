@@ -38,6 +38,8 @@ _LINKED_PORT = re.compile(r"(tcp|udp|sctp)://")
 """Variables that Kubernetes gives every container beside a Service named ``kvstore`` or
 ``kvstore-admin``: no settings."""
 CONFIG_FILE_VARIABLE = "KVSTORE_CONFIG"
+_NO_SETTINGS = {CONFIG_FILE_VARIABLE, "KVSTORE_TRACES"}
+"""Variables of ours that are no settings: the second one is for benchmarks."""
 
 MAX_SOCKET_BYTES = 107
 """Longest path of a unix socket on Linux, in bytes."""
@@ -270,7 +272,7 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, tuple[Any, st
         name.removeprefix(ENV_PREFIX).lower(): (value, f"environment {name}")
         for name, value in environment.items()
         if name.startswith(ENV_PREFIX)
-        and name != CONFIG_FILE_VARIABLE
+        and name not in _NO_SETTINGS
         and not (_SERVICE_LINK.search(name) or _is_linked_port(name, value))
     }
     _check_names(values, "environment variable", lambda name: ENV_PREFIX + name.upper())

@@ -48,10 +48,11 @@ class SLRU(_TwoQueues):
 
     In a tree: a parent is in its child's segment and more recent there, or in the protected one alone, so the
     oldest node of the probationary segment is a leaf, as in LRU. A run larger than the protected segment
-    falls through it.
+    falls through it. Half of the blocks suit conversations: what nobody continues is protected, too, as it
+    was used at every turn, and new turns need room until the next one.
     """
 
-    def __init__(self, protected: float = 0.8, *, correlated: int = CORRELATED) -> None:
+    def __init__(self, protected: float = 0.5, *, correlated: int = CORRELATED) -> None:
         """Start with no node."""
         super().__init__(correlated=correlated)
         self._share = protected

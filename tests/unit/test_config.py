@@ -43,6 +43,10 @@ def test_sizes():
     assert load(dram=12345).dram == 12345
 
 
+def test_the_variable_of_the_benchmarks_is_no_setting():
+    assert load({"KVSTORE_TRACES": "/data"}) == load()
+
+
 def test_none_means_not_given():
     assert load(dram=None) == load()
 
