@@ -292,11 +292,11 @@ class Residency:
         for index in range(len(self.tiers)):
             here = ids[tiers == index]
             if index and len(here):
-                self.tiers[index - 1].policy.touch(path)
+                self.tiers[index - 1].policy.arrive(path)
                 self.move(here, index, index - 1)
             only = here[(self.table.slots[index + 1 :, here] == NO_SLOT).all(axis=0)]
             if len(only) and index + 1 < len(self.tiers):
-                self.tiers[index + 1].policy.touch(path)
+                self.tiers[index + 1].policy.arrive(path)
                 self.move(only, index, index + 1)
 
     def drop_copies(self, ids: Ids, index: int) -> None:
@@ -403,7 +403,7 @@ class Residency:
     def _demote(self, node: Node, ids: Ids, index: int) -> int | None:
         """Move ``ids`` down, up to the first one that is not READY; say how many, as :meth:`move` does."""
         ids = self._leading_ready(ids)
-        self.tiers[index + 1].policy.touch(node.path())
+        self.tiers[index + 1].policy.arrive(node.path())
         return self.move(ids, index, index + 1, drop_source=True)
 
     def _free_slab(self, index: int, slot_size: int) -> int | None:

@@ -111,6 +111,14 @@ class LeafOrder(EvictionOrder):
     def touch(self, path: Sequence[Node]) -> None:
         """Note a use of ``path``; ancestors become newer than their descendants."""
         self._touches += 1
+        self._note(path, window=self._correlated)
+
+    def arrive(self, path: Sequence[Node]) -> None:
+        """Do as :meth:`touch`, but count no use of what is known."""
+        self._note(path, window=self._touches + 1)
+
+    def _note(self, path: Sequence[Node], window: int) -> None:
+        """Touch ``path``; a node counts as used when it was counted more than ``window`` touches ago."""
         self._end_postponements()
         parent, start = None, 0
         for node in path:
@@ -127,7 +135,7 @@ class LeafOrder(EvictionOrder):
             if entry.counted < 0:
                 entry.counted = self._touches
                 self._admit(entry)
-            elif self._touches - entry.counted > self._correlated:
+            elif self._touches - entry.counted > window:
                 entry.counted = self._touches
                 self._reuse(entry)
             else:

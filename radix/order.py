@@ -51,6 +51,13 @@ class EvictionOrder(ABC):
     def __iter__(self) -> Iterator[Node]:
         """Known nodes, the next victim first."""
 
+    def arrive(self, path: Sequence[Node]) -> None:
+        """Note that blocks of ``path`` come to where this order chooses, though nobody uses them now.
+
+        Nodes that were not known are known after it. By default this is a use.
+        """
+        self.touch(path)
+
     def postpone(self, node: Node) -> None:
         """Note that ``node``, the victim, cannot go now: somebody uses it. Others come first.
 

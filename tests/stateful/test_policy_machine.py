@@ -91,7 +91,7 @@ class PolicyMachine(RuleBasedStateMachine):
             path = node.path()
             self.order.remove(node)
             assert self.order.victim() is not node
-            self.order.touch(path)
+            self.order.arrive(path)
 
     @rule(which=st.integers(0, 1))
     def clear(self, which):

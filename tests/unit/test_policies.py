@@ -406,6 +406,20 @@ def test_a_victim_in_use_waits_and_is_not_promoted(make):
     check_invariants(cache.tree)
 
 
+@pytest.mark.parametrize("make", LEAF_POLICIES)
+def test_what_only_arrives_was_not_used(make):
+    cache = Cache(make(correlated=0), 100)
+    cache.fill()
+    node = cache.tree.match([1050]).nodes[0]
+    before = ranks(cache.order)[node]
+    for _ in range(5):
+        cache.order.arrive([node])
+    assert ranks(cache.order)[node] == before
+    cache.order.remove(node)
+    cache.order.arrive([node])
+    assert node in set(cache.order)
+
+
 @pytest.mark.parametrize("make", [S3FIFO, ARC])
 def test_a_run_that_comes_back_is_recognised_however_it_was_cut(make):
     cache = Cache(make(correlated=0), 30)
