@@ -7,11 +7,11 @@ from typing import get_args
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from kvstore.assembly import POLICIES
 from kvstore.config import Settings
+from kvstore.namespace import KVLayout, Namespace
+from kvstore.testing import small_pool
 from radix import ARC, LFU, LRU, S3FIFO, SLRU, CostAware, RadixTree, check_invariants
 from radix.leaves import CORRELATED, POSTPONED, SLACK
 
@@ -232,23 +232,24 @@ class NaiveGDSF:
     ],
     ids=["slru", "s3fifo", "s3fifo-1", "arc", "lfu", "gdsf"],
 )
-@settings(deadline=None)
-@given(items=st.lists(st.integers(0, 11), max_size=120), capacity=st.integers(1, 7))
-def test_single_blocks_leave_as_published(make, make_naive, items, capacity):
-    cache, naive = Cache(make(), capacity), make_naive()
-    for item in items:
-        if cache.known([item]):
-            cache.touch([item])
-        else:
-            cache.store([item])
-            for (gone,) in cache.evicted:
-                if isinstance(naive, NaiveLFU):
-                    assert naive.is_victim(gone)
-                else:
-                    assert gone == naive.victim()
-                naive.remove(gone)
-            cache.evicted.clear()
-        naive.use(item)
+@pytest.mark.parametrize("skew", [0.4, 0.8, 1.5])
+def test_single_blocks_leave_as_published(make, make_naive, skew):
+    rng = np.random.default_rng(7)
+    for capacity in [1, 2, 3, 4, 5, 6, 8, 8, 12, 16]:
+        cache, naive = Cache(make(), capacity), make_naive()
+        for item in (rng.pareto(skew, 250).astype(int) % (2 * capacity + 2)).tolist():
+            if cache.known([item]):
+                cache.touch([item])
+            else:
+                cache.store([item])
+                for (gone,) in cache.evicted:
+                    if isinstance(naive, NaiveLFU):
+                        assert naive.is_victim(gone)
+                    else:
+                        assert gone == naive.victim()
+                    naive.remove(gone)
+                cache.evicted.clear()
+            naive.use(item)
 
 
 # -- what sets each apart from LRU
@@ -286,6 +287,25 @@ def test_s3fifo_remembers_what_left_the_small_queue():
     cache.scan(20)
     assert cache.known([0])
     assert not cache.known([11])
+
+
+def test_s3fifo_keeps_a_trunk_whose_branches_are_not_used_again():
+    """A trunk never comes up itself, and would make the small queue look full."""
+    cache = Cache(S3FIFO(0.1, 2, correlated=0), 30)
+    for number in range(100, 104):
+        cache.store([*range(10), number])
+    assert cache.order.sizes == [4, 10]
+    assert cache.order.victim().blocks.tolist() == [10], "the oldest branch"
+
+
+def test_s3fifo_moves_ancestors_along():
+    cache = Cache(S3FIFO(0.1, 4, correlated=0), 20)  # no use is enough: only ghosts are
+    cache.use(1, 2)
+    cache.use(1, 2, 3)
+    cache.evict(1)
+    assert cache.evicted == [[1, 2, 3]]
+    cache.store([1, 2, 3])
+    assert cache.order.sizes == [0, 3], "the leaf came back, and its trunk is worth no less"
 
 
 def test_arc_adapts_to_which_ghosts_come_back():
@@ -418,6 +438,35 @@ def test_what_only_arrives_was_not_used(make):
     cache.order.remove(node)
     cache.order.arrive([node])
     assert node in set(cache.order)
+
+
+@pytest.mark.parametrize("make", [S3FIFO, ARC])
+def test_only_what_was_evicted_is_remembered(make):
+    cache = Cache(make(), 100)
+    cache.use(1, 2)
+    cache.use(1, 2, 3)  # a run that grows is the victim, and is still one new run
+    assert cache.order.sizes == [3, 0]
+    cache.use(8)
+    cache.use(9)
+    cache.tree.trim(cache.tree.match([9]).nodes[0], 0)
+    cache.use(9)
+    assert cache.order.sizes == [5, 0], "it was dropped, for a reason of the owner"
+
+
+@pytest.mark.parametrize("make", LEAF_POLICIES)
+def test_a_lease_is_one_use_however_often_it_is_in_the_way(make):
+    namespace = Namespace(b"weights", KVLayout(1, 1, 8, "float32", block_tokens=1))
+    pool = small_pool(3, policy=lambda: make(correlated=2))
+    pool.commit(pool.reserve(namespace, [1]))
+    with pool.acquire(namespace, [1, 0]) as lease:
+        assert lease.num_blocks == 1
+        order = pool._residency.tiers[0].policy
+        before = ranks(order)[next(iter(order))]
+        for number in range(2, 300):
+            pool.commit(pool.reserve(namespace, [number]))
+        held = next(node for node in order if node.key[0] == 1)
+        assert ranks(order)[held] == before
+    pool.close()
 
 
 @pytest.mark.parametrize("make", [S3FIFO, ARC])
