@@ -8,10 +8,10 @@ The policies of the literature rank equal, independent items. A tree's nodes are
   touched: a policy is not told when a node loses its tail, which only makes the next touch correct it.
   A head that is split off inherits the rank. Runs are merged where they rank alike, else a new
   turn of a conversation would make the reused head look new, or itself look reused.
-* A use touches all ancestors, so trunks count the uses of all their branches; a request touches its
-  path twice or more (when it looks up, and when it stores), which counts as one use: touches of a node within
-  ``correlated`` touches of its last counted one only refresh it (the correlated references of T. Johnson
-  and D. Shasha, "2Q", 1994).
+* A use touches all ancestors, so trunks count the uses of all their branches. Storing is no use, or a long
+  answer that is stored piece by piece would promote itself. A request may look up more than once: touches
+  of a node within ``correlated`` touches of its last counted one only refresh it (the correlated references
+  of T. Johnson and D. Shasha, "2Q", 1994).
 * A victim in use is postponed: it keeps its rank and is left out for the next ``POSTPONED`` touches.
 * Evicted nodes that a policy remembers (*ghosts*) are keyed by the depth of their first block, its key and the
   key of the block before it: the same wherever runs are cut. Two prefixes may share that, which only

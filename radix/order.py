@@ -25,7 +25,7 @@ class EvictionOrder(ABC):
 
     @abstractmethod
     def touch(self, path: Sequence[Node]) -> None:
-        """Note that the nodes of ``path`` (root side first) were stored or used just now."""
+        """Note that the nodes of ``path`` (root side first) were used just now."""
 
     @abstractmethod
     def split(self, upper: Node, lower: Node) -> None:
@@ -52,9 +52,9 @@ class EvictionOrder(ABC):
         """Known nodes, the next victim first."""
 
     def arrive(self, path: Sequence[Node]) -> None:
-        """Note that blocks of ``path`` come to where this order chooses, though nobody uses them now.
+        """Note that blocks of ``path`` were stored, or come to the tier whose order this is.
 
-        Nodes that were not known are known after it. By default this is a use.
+        That is no use of those that were known, though it makes them recent. By default it is a use.
         """
         self.touch(path)
 
@@ -100,7 +100,7 @@ class LRU(EvictionOrder):
             nodes.move_to_end(node)
 
     def split(self, upper: Node, lower: Node) -> None:
-        """Do nothing: the insert that splits touches ``upper`` next."""
+        """Do nothing: whoever splits touches ``upper`` next."""
 
     def remove(self, node: Node) -> None:
         """Forget ``node``."""

@@ -219,7 +219,7 @@ class LFU(_Ranked):
     worth when it was new.
     """
 
-    def __init__(self, half_life: float = 1.0, *, correlated: int = CORRELATED) -> None:
+    def __init__(self, half_life: float = 0.5, *, correlated: int = CORRELATED) -> None:
         """Start with no node."""
         super().__init__(correlated=correlated)
         self._half_life = half_life

@@ -132,7 +132,7 @@ class RadixTree:
     def insert(
         self, tokens: object, block_ids: NDArray[np.int32], found: Match | None = None
     ) -> int:
-        """Add the blocks of ``tokens`` that are not known yet, and touch the whole path.
+        """Add the blocks of ``tokens`` that are not known yet, and tell the order of the whole path.
 
         Args:
             tokens: as for :meth:`match`; whole blocks only are inserted.
@@ -162,12 +162,12 @@ class RadixTree:
                     nodes[-1] if nodes else self.root, key, known, block_ids[known - first :]
                 ),
             ]
-        self._refresh(nodes)
+        self.order.arrive(self._merged(nodes))
         return known
 
     def touch(self, found: Match) -> None:
         """Make the blocks of ``found`` (a fresh match) the most recent ones, and no others."""
-        self._refresh(self._used(found))
+        self.order.touch(self._merged(self._used(found)))
 
     def _used(self, found: Match) -> list[Node]:
         """Nodes of ``found``, after splitting off what it does not cover."""
@@ -176,8 +176,8 @@ class RadixTree:
             return [*nodes[:-1], self._split(nodes[-1], found.last_blocks)]
         return nodes
 
-    def _refresh(self, nodes: list[Node]) -> None:
-        """Make the path ``nodes`` (root side first) the most recent, merging unbranched runs of it."""
+    def _merged(self, nodes: list[Node]) -> list[Node]:
+        """Merge unbranched runs of the path ``nodes`` (root side first); return what is left of it."""
         merged: list[Node] = []
         start = 0
         for index, node in enumerate(nodes):
@@ -185,7 +185,7 @@ class RadixTree:
             if last or not self.order.alike(node, nodes[index + 1]):
                 merged.append(node if start == index else self._merge(nodes[start : index + 1]))
                 start = index + 1
-        self.order.touch(merged)
+        return merged
 
     def trim(self, node: Node, keep: int) -> NDArray[np.int32]:
         """Remove the blocks of ``node`` from position ``keep`` on, and every node below it.

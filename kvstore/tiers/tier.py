@@ -60,6 +60,11 @@ class TierOrders(EvictionOrder):
         for policy in self._policies:
             policy.touch(path)
 
+    def arrive(self, path: Sequence[Node]) -> None:
+        """Tell every tier."""
+        for policy in self._policies:
+            policy.arrive(path)
+
     def split(self, upper: Node, lower: Node) -> None:
         """Tell every tier."""
         for policy in self._policies:

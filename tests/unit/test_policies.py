@@ -198,7 +198,8 @@ class NaiveLFU:
         del self.uses[item]
 
     def use(self, item):
-        self.age += 1 / (self.half_life * max(1, len(self.uses)))
+        if item in self.uses:  # storing is no use
+            self.age += 1 / (self.half_life * len(self.uses))
         self.uses.setdefault(item, []).append(self.age)
 
 
@@ -255,9 +256,9 @@ def test_single_blocks_leave_as_published(make, make_naive, skew):
 # -- what sets each apart from LRU
 
 
-@pytest.mark.parametrize("make", [SLRU, S3FIFO, ARC, partial(LFU, 50.0)])
+@pytest.mark.parametrize("make", [SLRU, S3FIFO, ARC, partial(LFU, 20.0)])
 def test_what_is_used_again_survives_a_scan(make):
-    cache, lru = Cache(make(correlated=2), 20), Cache(LRU(), 20)
+    cache, lru = Cache(make(correlated=1), 20), Cache(LRU(), 20)
     for each in (cache, lru):
         each.fill()
         each.hot()
@@ -293,7 +294,7 @@ def test_s3fifo_keeps_a_trunk_whose_branches_are_not_used_again():
     """A trunk never comes up itself, and would make the small queue look full."""
     cache = Cache(S3FIFO(0.1, 2, correlated=0), 30)
     for number in range(100, 104):
-        cache.store([*range(10), number])
+        cache.use(*range(10), number)
     assert cache.order.sizes == [4, 10]
     assert cache.order.victim().blocks.tolist() == [10], "the oldest branch"
 
@@ -379,6 +380,23 @@ def test_looking_up_and_storing_is_one_use(make):
     (node,) = cache.tree.match([*range(1, 9)]).nodes
     assert len(node.blocks) == 8
     assert ranks(cache.order)[node][1:] == first
+
+
+@pytest.mark.parametrize("make", LEAF_POLICIES)
+def test_storing_is_no_use_of_what_is_there(make):
+    """An answer that is stored as it grows, while others look up, does not promote its prompt."""
+    cache, twin = Cache(make(), 100), Cache(make(), 100)
+    for each in (cache, twin):
+        each.fill()
+        each.use(1, 2)
+    for stop in range(3, 9):
+        cache.touch([], times=2 * CORRELATED)
+        twin.touch([], times=2 * CORRELATED)
+        cache.store(range(1, stop))
+    found = cache.tree.match([1, 2]).nodes[0], twin.tree.match([1, 2]).nodes[0]
+    once, never = ranks(cache.order)[found[0]], ranks(twin.order)[found[1]]
+    assert once[1:] == never[1:]
+    assert once[0] == pytest.approx(never[0], abs=0.01)
 
 
 @pytest.mark.parametrize("make", LEAF_POLICIES)
