@@ -8,6 +8,7 @@ from typing import get_args
 import numpy as np
 import pytest
 
+import kvstore
 from kvstore.assembly import POLICIES
 from kvstore.config import Settings
 from kvstore.namespace import KVLayout, Namespace
@@ -532,3 +533,14 @@ def test_uses_in_a_row_count_once(make):
 
 def test_settings_name_the_policies():
     assert get_args(Settings.model_fields["policy"].annotation) == tuple(POLICIES)
+
+
+@pytest.mark.parametrize(("name", "make"), POLICIES.items())
+def test_a_store_is_opened_with_each(name, make):
+    namespace = Namespace(b"weights", KVLayout(1, 1, 8, "float32", block_tokens=1))
+    with kvstore.open(dram="64KiB", policy=name, prefault=False) as pool:
+        assert type(pool._residency.tiers[0].policy) is make
+        for number in range(40):
+            pool.commit(pool.reserve(namespace, [number, number]))
+        assert pool.stats().num_blocks == 16
+        pool.check_invariants()
