@@ -16,11 +16,11 @@ VLLM_INSTALL = $(VLLM)/bin/python -m pip install --disable-pip-version-check \
 say = @echo "==> $(1)" >&2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu test-vllm check bench bench-vllm soak conformance wheel-test format clean clean-all \
+.PHONY: help demo test test-gpu test-vllm check bench bench-policies bench-vllm soak conformance wheel-test format clean clean-all \
 	setup
 
 help:  ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.run $(VENV)/.model  ## Set up, then show what a hit saves (ARGS="--daemon")
 	@$(BIN)/kvstore demo $(ARGS)
@@ -45,6 +45,9 @@ bench: setup  ## Measure the index, the daemon, copies of blocks, and time to fi
 	$(BIN)/python -m bench.store $(ARGS)
 	$(BIN)/python -m bench.pages $(ARGS)
 	$(BIN)/python -m bench.ttft $(ARGS)
+
+bench-policies: setup  ## Compare eviction policies on recorded traffic (ARGS="--traces DIR")
+	$(BIN)/python -m bench.policies $(ARGS)
 
 bench-vllm: $(VLLM)/.run  ## Measure vLLM with kvstore beside vLLM alone (some 6 minutes)
 	$(VLLM)/bin/python -m bench.vllm $(ARGS)

@@ -20,7 +20,7 @@ from kvstore.tiers.memory import cuda_is_present
 from kvstore.tiers.mover import ThreadMover
 from kvstore.tiers.shared import SharedDramStore
 from kvstore.tiers.tier import Tier
-from radix import LRU, EvictionOrder
+from radix import ARC, LFU, LRU, S3FIFO, SLRU, CostAware, EvictionOrder
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,7 +33,14 @@ if TYPE_CHECKING:
 
 GIB = 1 << 30
 
-POLICIES: dict[str, Callable[[], EvictionOrder]] = {"lru": LRU}
+POLICIES: dict[str, Callable[[], EvictionOrder]] = {
+    "lru": LRU,
+    "slru": SLRU,
+    "s3fifo": S3FIFO,
+    "arc": ARC,
+    "lfu": LFU,
+    "cost": CostAware,
+}
 """Eviction policies by the name that settings give them."""
 
 

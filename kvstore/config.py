@@ -38,6 +38,8 @@ _LINKED_PORT = re.compile(r"(tcp|udp|sctp)://")
 """Variables that Kubernetes gives every container beside a Service named ``kvstore`` or
 ``kvstore-admin``: no settings."""
 CONFIG_FILE_VARIABLE = "KVSTORE_CONFIG"
+_NO_SETTINGS = {CONFIG_FILE_VARIABLE, "KVSTORE_TRACES"}
+"""Variables of ours that are no settings: the second one is for benchmarks."""
 
 MAX_SOCKET_BYTES = 107
 """Longest path of a unix socket on Linux, in bytes."""
@@ -76,8 +78,8 @@ class Settings(BaseModel):
     """Ask for transparent huge pages, or take those that ``vm.nr_hugepages`` reserved (daemon only)."""
     block_tokens: int = Field(16, ge=1, le=4096)
     """Tokens of one block."""
-    policy: Literal["lru"] = "lru"
-    """What to evict first."""
+    policy: Literal["lru", "slru", "s3fifo", "arc", "lfu", "cost"] = "lru"
+    """What to evict first: what was least recently used, or as another policy of ``radix`` says."""
     lease_timeout_s: float = Field(60.0, gt=0, le=DAY_S)
     """Seconds for which a lease protects its blocks."""
     max_leases: int = Field(16384, ge=1, le=32000)
@@ -270,7 +272,7 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, tuple[Any, st
         name.removeprefix(ENV_PREFIX).lower(): (value, f"environment {name}")
         for name, value in environment.items()
         if name.startswith(ENV_PREFIX)
-        and name != CONFIG_FILE_VARIABLE
+        and name not in _NO_SETTINGS
         and not (_SERVICE_LINK.search(name) or _is_linked_port(name, value))
     }
     _check_names(values, "environment variable", lambda name: ENV_PREFIX + name.upper())

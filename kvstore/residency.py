@@ -35,7 +35,7 @@ from kvstore.tiers.arena import ALIGNMENT, slot_bytes
 from kvstore.tiers.moves import Move, checksums, copy_blocks, on_host
 from kvstore.tiers.tier import NamespaceTree, Tier, TierOrders
 from kvstore.tokens import TOKEN_BYTES
-from radix import LRU, check_invariants
+from radix import LRU, LeafOrder, check_invariants
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -292,11 +292,11 @@ class Residency:
         for index in range(len(self.tiers)):
             here = ids[tiers == index]
             if index and len(here):
-                self.tiers[index - 1].policy.touch(path)
+                self.tiers[index - 1].policy.arrive(path)
                 self.move(here, index, index - 1)
             only = here[(self.table.slots[index + 1 :, here] == NO_SLOT).all(axis=0)]
             if len(only) and index + 1 < len(self.tiers):
-                self.tiers[index + 1].policy.touch(path)
+                self.tiers[index + 1].policy.arrive(path)
                 self.move(only, index, index + 1)
 
     def drop_copies(self, ids: Ids, index: int) -> None:
@@ -371,7 +371,7 @@ class Residency:
             free = np.flatnonzero(here & unused)
             if not len(free):
                 if here.any() or not unused.all():
-                    policy.touch(node.path())  # in use, hence recent, as are its ancestors
+                    policy.postpone(node)
                     skipped += 1
                 else:
                     policy.remove(node)
@@ -403,7 +403,7 @@ class Residency:
     def _demote(self, node: Node, ids: Ids, index: int) -> int | None:
         """Move ``ids`` down, up to the first one that is not READY; say how many, as :meth:`move` does."""
         ids = self._leading_ready(ids)
-        self.tiers[index + 1].policy.touch(node.path())
+        self.tiers[index + 1].policy.arrive(node.path())
         return self.move(ids, index, index + 1, drop_source=True)
 
     def _free_slab(self, index: int, slot_size: int) -> int | None:
@@ -571,6 +571,8 @@ class Residency:
             assert tier.arena.used_bytes == sum(sizes), (
                 "3: used slots are those of blocks and moves"
             )
+            if isinstance(tier.policy, LeafOrder):
+                tier.policy.check_invariants()
             known = {node: age for age, node in enumerate(tier.policy)}
             for node in nodes:
                 needed = (table.slots[index, node.blocks] != NO_SLOT) | np.isin(

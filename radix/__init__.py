@@ -5,13 +5,21 @@ A pure data structure (standard library and numpy): no I/O, no clock, no threads
 """
 
 from radix.check import check_invariants
+from radix.leaves import LeafOrder
 from radix.order import LRU, EvictionOrder
+from radix.policies import ARC, LFU, S3FIFO, SLRU, CostAware
 from radix.tokens import TokenError, token_bytes
 from radix.tree import Match, Node, RadixTree
 
 __all__ = [
+    "ARC",
+    "LFU",
     "LRU",
+    "S3FIFO",
+    "SLRU",
+    "CostAware",
     "EvictionOrder",
+    "LeafOrder",
     "Match",
     "Node",
     "RadixTree",

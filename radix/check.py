@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from radix.leaves import LeafOrder
 from radix.order import LRU
 
 if TYPE_CHECKING:
@@ -27,6 +28,8 @@ def check_invariants(tree: RadixTree) -> None:
     _require(len(np.unique(ids)) == len(ids), "4: no block id occurs twice")
     _require(tree.num_nodes == len(nodes), f"5: num_nodes {tree.num_nodes} is {len(nodes)}")
     _require(tree.num_blocks == len(ids), f"5: num_blocks {tree.num_blocks} is {len(ids)}")
+    if isinstance(tree.order, LeafOrder):
+        tree.order.check_invariants()
     if isinstance(tree.order, LRU):
         age = {node: position for position, node in enumerate(tree.order)}
         for node in nodes:

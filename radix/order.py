@@ -25,7 +25,7 @@ class EvictionOrder(ABC):
 
     @abstractmethod
     def touch(self, path: Sequence[Node]) -> None:
-        """Note that the nodes of ``path`` (root side first) were stored or used just now."""
+        """Note that the nodes of ``path`` (root side first) were used just now."""
 
     @abstractmethod
     def split(self, upper: Node, lower: Node) -> None:
@@ -39,7 +39,8 @@ class EvictionOrder(ABC):
     def victim(self) -> Node | None:
         """Return the node whose tail should go first, or None when no node is known.
 
-        Changes nothing: asked again, it returns the same node until that is removed or touched.
+        It has no known child. Changes nothing: asked again, it returns the same node until the order
+        is told of something.
         """
 
     @abstractmethod
@@ -49,6 +50,33 @@ class EvictionOrder(ABC):
     @abstractmethod
     def __iter__(self) -> Iterator[Node]:
         """Known nodes, the next victim first."""
+
+    def arrive(self, path: Sequence[Node]) -> None:
+        """Note that blocks of ``path`` were stored, or come to the tier whose order this is.
+
+        That is no use of those that were known, though it makes them recent. By default it is a use.
+        """
+        self.touch(path)
+
+    def postpone(self, node: Node) -> None:
+        """Note that ``node``, the victim, cannot go now: somebody uses it. Others come first.
+
+        This is no use of the node. By default it becomes recent, as do its ancestors.
+        """
+        self.touch(node.path())
+
+    def alike(self, upper: Node, lower: Node) -> bool:
+        """Whether ``upper`` and its only child ``lower`` may become one node, which has one rank.
+
+        Both were used just now; ``lower`` may be new, and not known yet.
+        """
+        del upper, lower
+        return True
+
+    def join(self, upper: Node, lower: Node) -> None:
+        """Note that ``lower`` took over the blocks of its parent ``upper``, which is gone."""
+        del lower
+        self.remove(upper)
 
 
 class LRU(EvictionOrder):
@@ -72,7 +100,7 @@ class LRU(EvictionOrder):
             nodes.move_to_end(node)
 
     def split(self, upper: Node, lower: Node) -> None:
-        """Do nothing: the insert that splits touches ``upper`` next."""
+        """Do nothing: whoever splits touches ``upper`` next."""
 
     def remove(self, node: Node) -> None:
         """Forget ``node``."""

@@ -11,8 +11,8 @@ block id for each of them. The tree compares the keys themselves, so a collision
   in the middle.
 * ``touch`` makes what a match found the most recent: it splits off the tail of an edge that is used
   in part, and merges nodes of the path that have a single child, since all their blocks now have the
-  same age. So a prompt that grows block by block stays one node, and a trunk whose branches were
-  evicted becomes one node again.
+  same age (an order that counts uses may keep them apart). So a prompt that grows block by block stays
+  one node, and a trunk whose branches were evicted becomes one node again.
 * ``trim`` removes the tail of a node and everything below it, ``evict`` trims oldest-first.
 
 All loops are iterative: depth is limited by memory only. The design follows SGLang's RadixAttention
@@ -22,6 +22,7 @@ byte-string edges after D. R. Morrison, "PATRICIA", 1968.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -131,7 +132,7 @@ class RadixTree:
     def insert(
         self, tokens: object, block_ids: NDArray[np.int32], found: Match | None = None
     ) -> int:
-        """Add the blocks of ``tokens`` that are not known yet, and touch the whole path.
+        """Add the blocks of ``tokens`` that are not known yet, and tell the order of the whole path.
 
         Args:
             tokens: as for :meth:`match`; whole blocks only are inserted.
@@ -161,12 +162,12 @@ class RadixTree:
                     nodes[-1] if nodes else self.root, key, known, block_ids[known - first :]
                 ),
             ]
-        self._refresh(nodes)
+        self.order.arrive(self._merged(nodes))
         return known
 
     def touch(self, found: Match) -> None:
         """Make the blocks of ``found`` (a fresh match) the most recent ones, and no others."""
-        self._refresh(self._used(found))
+        self.order.touch(self._merged(self._used(found)))
 
     def _used(self, found: Match) -> list[Node]:
         """Nodes of ``found``, after splitting off what it does not cover."""
@@ -175,15 +176,16 @@ class RadixTree:
             return [*nodes[:-1], self._split(nodes[-1], found.last_blocks)]
         return nodes
 
-    def _refresh(self, nodes: list[Node]) -> None:
-        """Make the path ``nodes`` (root side first) the most recent, merging unbranched runs of it."""
+    def _merged(self, nodes: list[Node]) -> list[Node]:
+        """Merge unbranched runs of the path ``nodes`` (root side first); return what is left of it."""
         merged: list[Node] = []
         start = 0
         for index, node in enumerate(nodes):
-            if len(node.children) != 1 or index + 1 == len(nodes):
+            last = index + 1 == len(nodes) or len(node.children) != 1
+            if last or not self.order.alike(node, nodes[index + 1]):
                 merged.append(node if start == index else self._merge(nodes[start : index + 1]))
                 start = index + 1
-        self.order.touch(merged)
+        return merged
 
     def trim(self, node: Node, keep: int) -> NDArray[np.int32]:
         """Remove the blocks of ``node`` from position ``keep`` on, and every node below it.
@@ -283,8 +285,10 @@ class RadixTree:
         last.blocks = np.concatenate([node.blocks for node in chain])
         last.parent = parent
         parent.children[last.key[: self.key_bytes]] = last
-        for node in chain[:-1]:
-            self._forget(node)
+        for upper, lower in pairwise(chain):
+            self.num_nodes -= 1
+            upper.parent = None
+            self.order.join(upper, lower)
         return last
 
     def _forget(self, node: Node) -> None:

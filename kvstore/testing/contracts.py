@@ -138,6 +138,33 @@ class OrderContract(ABC):
         tree.trim(victim, 0)
         assert tree.order.victim() is not victim
 
+    def test_a_postponed_victim_lets_others_go_first(self) -> None:
+        """It stays known, and goes when nothing else is left."""
+        tree = self.tree()
+        for tokens in ([1], [2], [3, 4], [3, 5]):
+            self.insert(tree, tokens)
+        first = tree.order.victim()
+        assert first is not None
+        tree.order.postpone(first)
+        while tree.num_nodes > 1:
+            victim = tree.order.victim()
+            assert victim is not None
+            assert victim is not first
+            tree.trim(victim, 0)
+        assert tree.order.victim() is first
+
+    def test_what_arrives_is_known(self) -> None:
+        """Also if it was forgotten."""
+        tree = self.tree()
+        self.insert(tree, [1, 2])
+        self.insert(tree, [1, 3])
+        victim = tree.order.victim()
+        assert victim is not None
+        tree.order.remove(victim)
+        assert victim not in set(tree.order)
+        tree.order.arrive(victim.path())
+        assert set(tree.order) == set(tree.walk())
+
     def test_every_block_can_be_evicted_once(self) -> None:
         """Evicting one by one returns every id once and ends."""
         tree = self.tree()

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvstore.namespace import Namespace
+    from radix import EvictionOrder
 
 
 class FakeClock:
@@ -85,11 +86,12 @@ def small_pool(
     clock: Callable[[], float] | None = None,
     lease_timeout_s: float = 60.0,
     max_slabs: int = MAX_SLABS,
+    policy: Callable[[], EvictionOrder] = LRU,
 ) -> Pool:
     """Make a pool whose tiers have so many pages (4 KiB each), all in host memory; ``gpu`` before ``dram``."""
     names = ("gpu", "dram")[-len(pages) :]
     tiers = [
-        Tier(name, DramStore(count << 12), LRU(), max_slabs)
+        Tier(name, DramStore(count << 12), policy(), max_slabs)
         for name, count in zip(names, pages, strict=True)
     ]
     return Pool(

@@ -60,6 +60,11 @@ class TierOrders(EvictionOrder):
         for policy in self._policies:
             policy.touch(path)
 
+    def arrive(self, path: Sequence[Node]) -> None:
+        """Tell every tier."""
+        for policy in self._policies:
+            policy.arrive(path)
+
     def split(self, upper: Node, lower: Node) -> None:
         """Tell every tier."""
         for policy in self._policies:
@@ -69,6 +74,19 @@ class TierOrders(EvictionOrder):
         """Tell every tier."""
         for policy in self._policies:
             policy.remove(node)
+
+    def postpone(self, node: Node) -> None:
+        """Tell the last tier, whose victim it is."""
+        self._policies[-1].postpone(node)
+
+    def alike(self, upper: Node, lower: Node) -> bool:
+        """Whether every tier ranks them alike."""
+        return all(policy.alike(upper, lower) for policy in self._policies)
+
+    def join(self, upper: Node, lower: Node) -> None:
+        """Tell every tier."""
+        for policy in self._policies:
+            policy.join(upper, lower)
 
     def victim(self) -> Node | None:
         """Victim of the last tier."""

@@ -13,7 +13,7 @@ from kvstore.testing.contracts import PAGE, ClientContract, OrderContract, Store
 from kvstore.tiers.dram import DramStore
 from kvstore.tiers.mover import InlineMover, ThreadMover
 from kvstore.tiers.shared import SharedDramStore
-from radix import LRU
+from radix import ARC, LFU, LRU, S3FIFO, SLRU, CostAware
 
 
 class TestDramStore(StoreContract):
@@ -47,6 +47,31 @@ class TestGpuStore(TestGpuStoreOnTheCpuDevice):
 class TestLRU(OrderContract):
     def make_order(self):
         return LRU()
+
+
+class TestSLRU(OrderContract):
+    def make_order(self):
+        return SLRU()
+
+
+class TestS3FIFO(OrderContract):
+    def make_order(self):
+        return S3FIFO()
+
+
+class TestARC(OrderContract):
+    def make_order(self):
+        return ARC()
+
+
+class TestLFU(OrderContract):
+    def make_order(self):
+        return LFU()
+
+
+class TestCostAware(OrderContract):
+    def make_order(self):
+        return CostAware()
 
 
 class TestOneTier(ClientContract):

@@ -17,6 +17,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import xxhash
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     Bundle,
@@ -26,9 +27,11 @@ from hypothesis.stateful import (
     invariant,
     precondition,
     rule,
+    run_state_machine_as_test,
 )
 
 import kvstore.residency
+from kvstore.assembly import POLICIES
 from kvstore.blocks import FIRST_CHECKSUM, BlockState
 from kvstore.errors import UsageError
 from kvstore.namespace import KVLayout, Namespace
@@ -65,6 +68,7 @@ class Unfinished:
 
 
 class PoolMachine(RuleBasedStateMachine):
+    policy = "lru"
     leases = Bundle("leases")
     reservations = Bundle("reservations")
 
@@ -74,10 +78,16 @@ class PoolMachine(RuleBasedStateMachine):
         slabs=st.sampled_from([2, 3, 64]),
     )
     def start(self, gpu, dram, slabs):
+        policy = POLICIES[self.policy]
         self.mover, self.clock = ManualMover(max_waiting=4), FakeClock()
         pages = (gpu, dram) if gpu else (dram,)
         self.pool = small_pool(
-            *pages, mover=self.mover, clock=self.clock, lease_timeout_s=10, max_slabs=slabs
+            *pages,
+            mover=self.mover,
+            clock=self.clock,
+            lease_timeout_s=10,
+            max_slabs=slabs,
+            policy=policy,
         )
         self.stored: set[tuple[bytes, bytes]] = set()
         self.lost = 0
@@ -414,3 +424,10 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPool = PoolMachine.TestCase
+
+
+@pytest.mark.parametrize("policy", [name for name in POLICIES if name != "lru"])
+def test_other_policies(policy):
+    """Shorter: what they share with the first one was tried with it."""
+    machine = type(f"PoolMachine_{policy}", (PoolMachine,), {"policy": policy})
+    run_state_machine_as_test(machine, settings=settings(max_examples=25, deadline=None))

@@ -43,6 +43,10 @@ def test_sizes():
     assert load(dram=12345).dram == 12345
 
 
+def test_the_variable_of_the_benchmarks_is_no_setting():
+    assert load({"KVSTORE_TRACES": "/data"}) == load()
+
+
 def test_none_means_not_given():
     assert load(dram=None) == load()
 
@@ -56,7 +60,7 @@ def test_none_means_not_given():
         (lambda: load(dram="lots"), "dram='lots': not a size: write it as 512MiB"),
         (lambda: load(dram=-1), "dram=-1"),
         (lambda: load(block_tokens=0), "block_tokens=0"),
-        (lambda: load(policy="fifo"), "policy='fifo'"),
+        (lambda: load(policy="fifo"), "policy='fifo': .*'lru', 'slru', .* or 'cost'"),
         (lambda: load(lease_timeout_s=0), "lease_timeout_s=0"),
         (lambda: load(lease_timeout_s=float("inf")), "lease_timeout_s=inf: .* 86400"),
         (lambda: load(lease_timeout_s=float("nan")), "lease_timeout_s=nan: "),
