@@ -379,6 +379,32 @@ class TestFailingCalls:
             store.close()
             shutil.rmtree(path)
 
+    def test_a_row_that_was_written_although_it_seemed_to_fail(self, path):
+        system = FaultySystem()
+        clock = FakeClock()
+        store = opened(path, system, clock)
+        put(store, SMALL, prompt(SMALL, 0, 12))
+        real = system.commit
+
+        def commit(connection):
+            real(connection)
+            raise OSError(errno.ENOSPC, "full, but done")
+
+        system.commit = commit
+        offsets, _, stored = put(store, SMALL, prompt(SMALL, 1, 12))
+        assert not stored.any()
+        store.release(offsets)
+        system.commit = real
+        clock.advance(2.0)
+        put(store, LARGE, prompt(LARGE, 2, 12))
+        store.close()
+        store = opened(path)
+        offsets, blocks = everything(store)
+        firsts = {np.frombuffer(block.key, "<i4")[0] for block in blocks if not block.position}
+        assert firsts == {1_000_000, 1_000_002}
+        assert get(store, offsets, blocks) == ["good"] * 24
+        store.close()
+
     def test_every_call_of_opening_fails(self, path):
         store = opened(path)
         put(store, LARGE, prompt(LARGE, 0, 12))
@@ -683,12 +709,18 @@ class TestTrouble:
         path.with_name("away").rename(path)
         clock.advance(2.0)
         assert get(store, offsets, blocks) == ["good"] * 12
-        assert put(store, SMALL, prompt(SMALL, 1, 12))[2].all()
+        fresh, _, stored = put(store, SMALL, prompt(SMALL, 1, 12))
+        assert stored.all()
         shutil.rmtree(path)
         path.mkdir()
-        assert not put(store, SMALL, prompt(SMALL, 2, 12))[2].any()
+        offset, _, stored = put(store, SMALL, prompt(SMALL, 2, 12))
+        assert not stored.any()
+        store.release(offset)
+        before = max(store.slots.generations(fresh))
         clock.advance(2.0)
-        assert put(store, SMALL, prompt(SMALL, 3, 12))[2].all()
+        newest, _, stored = put(store, SMALL, prompt(SMALL, 3, 12))
+        assert stored.all()
+        assert min(store.slots.generations(newest)) > before, "no generation is given twice"
         assert get(store, offsets, blocks) == ["missing"] * 12
         store.check_invariants()
         store.close()

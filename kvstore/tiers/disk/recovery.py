@@ -98,21 +98,39 @@ def recover(
     """Return what ``rows``, in the order of slots, stand for; namespaces with no usable block are left out."""
     if not rows:
         return []
+    columns = _Columns(rows)
     known = _decoded(namespaces)
-    numbers = np.fromiter((row[1] for row in rows), np.int64, len(rows))
-    offsets = np.fromiter((row[0] for row in rows), np.int64, len(rows)) * ALIGNMENT
     sizes = np.zeros(len(rows), np.int64)
     for number, namespace in known.items():
-        sizes[numbers == number] = slot_bytes_of(namespace)
+        mine = columns.namespaces == number
+        mine &= columns.payload_bytes == namespace.layout.block_bytes
+        sizes[mine] = slot_bytes_of(namespace)
+    offsets = columns.offsets
     fits = (sizes > 0) & (offsets >= 0) & (offsets + sizes <= capacity_bytes)
     fits &= ~_overlapping(offsets, np.where(fits, sizes, 0))
-    found = []
-    for number, namespace in known.items():
-        mine = np.flatnonzero(fits & (numbers == number))
-        block = _linked(namespace, [rows[index] for index in mine.tolist()])
-        if len(block):
-            found.append(block)
-    return found
+    found = (
+        _linked(namespace, columns, np.flatnonzero(fits & (columns.namespaces == number)))
+        for number, namespace in known.items()
+    )
+    return [blocks for blocks in found if len(blocks)]
+
+
+class _Columns:
+    """The rows of a manifest, turned round."""
+
+    def __init__(self, rows: Rows) -> None:
+        slots, namespaces, positions, parents, digests, keys, checksums, lengths, _, generations = (
+            zip(*rows, strict=True)
+        )
+        self.offsets = np.array(slots, np.int64) * ALIGNMENT
+        self.namespaces = np.array(namespaces, np.int64)
+        self.positions = np.array(positions, np.int64)
+        self.parents: tuple[bytes, ...] = parents
+        self.digests: tuple[bytes, ...] = digests
+        self.keys: tuple[bytes, ...] = keys
+        self.checksums = np.array(checksums, np.int64).view(np.uint64)
+        self.payload_bytes = np.array(lengths, np.int64)
+        self.generations = np.array(generations, np.int64)
 
 
 def _decoded(namespaces: dict[int, tuple[bytes, bytes]]) -> dict[int, Namespace]:
@@ -133,32 +151,35 @@ def _overlapping(offsets: NDArray[np.int64], sizes: NDArray[np.int64]) -> NDArra
     return np.concatenate([[False], offsets[1:] < ends[:-1]])
 
 
-def _linked(namespace: Namespace, rows: Rows) -> RecoveredNamespace:
-    """Order ``rows`` by position, and keep those that hang from the root by true digests."""
-    root, stride, size = root_digest(namespace), namespace.key_bytes, namespace.layout.block_bytes
-    index_of: dict[bytes, int] = {root: -1}
-    kept: list[tuple[int, int, int, bytes, bytes, bytes, int, int, int, int]] = []
-    parents: list[int] = []
-    for row in sorted(rows, key=lambda row: (row[2], -row[9])):
-        _, _, position, parent, digest, key, _, payload_bytes, _, _ = row
-        above = index_of.get(parent)
-        if above is None or digest in index_of or len(key) != stride or payload_bytes != size:
-            continue
-        if position != (0 if above < 0 else kept[above][2] + 1):
+def _linked(namespace: Namespace, columns: _Columns, mine: NDArray[np.intp]) -> RecoveredNamespace:
+    """Order the rows ``mine`` by position, and keep those that hang from the root by true digests."""
+    order = np.lexsort((-columns.generations[mine], columns.positions[mine]))
+    rows = mine[order]
+    parents, digests, keys = columns.parents, columns.digests, columns.keys
+    index_of: dict[bytes, int] = {root_digest(namespace): -1}
+    stride = namespace.key_bytes
+    kept: list[int] = []
+    above: list[int] = []
+    depth = {-1: -1}
+    for row, position in zip(rows.tolist(), columns.positions[rows].tolist(), strict=True):
+        parent, digest, key = parents[row], digests[row], keys[row]
+        up = index_of.get(parent)
+        if up is None or depth[up] + 1 != position or digest in index_of or len(key) != stride:
             continue
         if block_digest(parent, position, key) != digest:
             continue
-        index_of[digest] = len(kept)
-        parents.append(above)
+        index_of[digest] = index = len(kept)
+        depth[index] = position
+        above.append(up)
         kept.append(row)
-    columns = list(zip(*kept, strict=True)) or [()] * 10
+    which = np.array(kept, np.intp)
     return RecoveredNamespace(
         namespace,
-        np.array(columns[0], np.int64) * ALIGNMENT,
-        np.array(columns[2], np.int64),
-        np.array(parents, np.int64),
-        list(columns[5]),
-        list(columns[4]),
-        np.array(columns[6], np.int64).view(np.uint64),
-        np.array(columns[9], np.int64),
+        columns.offsets[which],
+        columns.positions[which],
+        np.array(above, np.int64),
+        [keys[row] for row in kept],
+        [digests[row] for row in kept],
+        columns.checksums[which],
+        columns.generations[which],
     )

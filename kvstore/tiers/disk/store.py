@@ -179,8 +179,9 @@ class DiskStore:
                             directory.segments, offsets[part], blocks[part], payloads[part]
                         )
                         stored[part] = self._write(directory, batch)
-        self.counts["written_blocks",] += int(stored.sum())
-        self.counts["unwritten_blocks",] += int((~stored).sum())
+        self._count(
+            {("written_blocks",): int(stored.sum()), ("unwritten_blocks",): int((~stored).sum())}
+        )
         return stored
 
     def read(
@@ -200,8 +201,9 @@ class DiskStore:
                 if directory is not None:
                     batch = Batch(directory.segments, offsets, blocks, targets)
                     verdicts = self._read(batch)
-        for verdict, count in Counter(verdicts).items():
-            self.counts["read_blocks", verdict] += count
+        self._count(
+            {("read_blocks", verdict): count for verdict, count in Counter(verdicts).items()}
+        )
         return verdicts
 
     def flush(self) -> bool:
@@ -233,10 +235,16 @@ class DiskStore:
 
     # -- inner ----------------------------------------------------------------------------------
 
+    def _count(self, more: dict[tuple[str, ...], int]) -> None:
+        with self._gate:
+            self.counts.update(more)
+
     def _write(self, directory: Directory, batch: Batch) -> NDArray[np.bool_]:
         """Bytes, then the flush, then the rows."""
         began = self._clock()
         none = np.zeros(len(batch), bool)
+        held = self.slots.generations(batch.offsets)
+        assert not any(held), "blocks are written into slots that hold nothing"
         try:
             directory.check_place()
             self._delete_stale(directory)
