@@ -20,6 +20,17 @@ def test_a_released_slot_can_be_had_again_and_its_row_is_stale():
     slots.check_invariants()
 
 
+def test_a_slab_that_is_emptied_serves_slots_of_another_size():
+    slots = Slots(128 * PAGE)
+    assert slots.capacity_slots(PAGE) == 128
+    small = slots.allocate(PAGE, 128)
+    assert not len(slots.allocate(2 * PAGE, 1))
+    start, stop = slots.slabs(PAGE)[0]
+    slots.release(small[(small >= start) & (small < stop)])
+    assert slots.allocate(2 * PAGE, 9).tolist() == [start]
+    slots.check_invariants()
+
+
 def test_a_bad_slot_stays_out_of_use():
     slots = Slots(4 * PAGE)
     offsets = slots.allocate(2 * PAGE, 2)

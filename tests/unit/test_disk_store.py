@@ -16,6 +16,7 @@ from kvstore.namespace import KVLayout, Namespace
 from kvstore.testing import FakeClock, pattern
 from kvstore.testing.disk import Crash, FaultySystem, crashes_at, fails_at, is_short
 from kvstore.tiers.disk import DiskOptions, DiskStore, identities, slot_bytes_of
+from kvstore.tiers.disk.manifest import LOG_BYTES
 
 BUDGET = 8 << 20
 OPTIONS = DiskOptions(
@@ -217,6 +218,31 @@ class TestBudget:
         assert all(file.st_mode & 0o077 == 0 for file in listed.values())
         assert path.stat().st_mode & 0o077 == 0
 
+    def test_the_list_of_blocks_and_its_log_have_limits(self, path):
+        class Watching(FaultySystem):
+            log_bytes = 0
+
+            def commit(self, connection):
+                super().commit(connection)
+                self.log_bytes = max(self.log_bytes, files(path)["manifest.db-wal"].st_size)
+
+        system = Watching()
+        options = DiskOptions(64 << 20, reserve_bytes=0, manifest_bytes=16 << 20)
+        store = opened(path, system, options=options)
+        rng = np.random.default_rng(1)
+        for layout in (KVLayout(1, 1, 1, "int8", 4096), KVLayout(1, 1, 1, "int8", 1)):
+            namespace = Namespace(b"keys", layout)
+            key = rng.integers(0, 1 << 30, 600 * layout.block_tokens, dtype=np.int32).tobytes()
+            blocks = list(identities(namespace, key))
+            offsets = rng.permutation(store.allocate(slot_bytes_of(namespace), 600))
+            payloads = [np.zeros(layout.block_bytes, np.uint8)] * 600
+            assert store.write(offsets, blocks, payloads).all()
+            store.release(offsets[::2])
+            assert store.flush()
+        assert (1 << 19) < system.log_bytes <= LOG_BYTES
+        assert files(path)["manifest.db"].st_size <= options.list_bytes
+        store.close()
+
     def test_a_smaller_budget_drops_what_lies_behind_it(self, path):
         store = opened(path)
         for first in range(3):
@@ -273,6 +299,11 @@ class TestDirectory:
         with pytest.raises(ConfigError, match="not made by kvstore"):
             opened(path)
         assert (path / "thesis.tex").read_text() == "mine"
+
+    def test_the_root_of_a_file_system_may_be_used(self, path):
+        (path / "lost+found").mkdir(parents=True)
+        opened(path).close()
+        opened(path).close()
 
     def test_a_file_in_its_place_is_refused(self, path):
         path.write_text("mine")
@@ -378,6 +409,17 @@ class TestFailingCalls:
             assert store.slots.used_bytes == 0
             store.close()
             shutil.rmtree(path)
+
+    def test_every_call_of_the_first_opening_dies(self, path):
+        system = FaultySystem()
+        opened(path, system).close()
+        for number in range(1, len(system.calls) + 1):
+            shutil.rmtree(path)
+            with pytest.raises(Crash):
+                opened(path, FaultySystem(crashes_at(number)))
+            store = opened(path)
+            assert put(store, SMALL, prompt(SMALL, 0, 12))[2].all(), f"after death at call {number}"
+            store.close()
 
     def test_a_row_that_was_written_although_it_seemed_to_fail(self, path):
         system = FaultySystem()

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LOCK_NAME = "lock"
+FOREIGN_NAMES = frozenset({"lost+found"})
+"""What a directory may hold besides: the root of a file system has it."""
 TRIAL_NAME = "trial"
 MAX_VECTORS = 1024
 """Buffers of one call (``IOV_MAX``)."""
@@ -56,7 +58,7 @@ def lock_directory(directory: Path, system: System) -> int:
         OSError: the file system refuses.
     """
     path = directory / LOCK_NAME
-    if not path.exists() and any(directory.iterdir()):
+    if not path.exists() and any(other.name not in FOREIGN_NAMES for other in directory.iterdir()):
         raise ConfigError(
             f"disk directory {directory} is not empty and was not made by kvstore: give it one of its own"
         )

@@ -125,6 +125,7 @@ class Manifest:
             f"wal_autocheckpoint={WAL_PAGES}",
             f"journal_size_limit={LOG_BYTES}",
             f"max_page_count={max_bytes // PAGE_BYTES}",
+            "secure_delete=OFF",  # as with the blocks themselves: what is released is overwritten later
             "cell_size_check=ON",
             "trusted_schema=OFF",
         ):

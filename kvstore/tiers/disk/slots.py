@@ -106,6 +106,18 @@ class Slots:
             self._sizes = dict(zip(listed, slot_sizes.tolist(), strict=True))
             self._generations = dict(zip(listed, generations.tolist(), strict=True))
 
+    def capacity_slots(self, slot_size: int) -> int:
+        """How many slots of ``slot_size`` bytes the empty disk would hold."""
+        return self._arena.capacity_slots(slot_size)
+
+    def slabs(self, slot_size: int) -> list[tuple[int, int]]:
+        """Byte ranges ``[start, stop)`` of the slabs with slots of ``slot_size``, the emptiest first.
+
+        Slots of another size can be had where all slots of one of them are released.
+        """
+        with self._lock:
+            return self._arena.slabs(slot_size)
+
     def allocate(self, slot_size: int, count: int) -> Offsets:
         """Take up to ``count`` free slots of ``slot_size`` bytes; ascending, fewer when the disk is full."""
         with self._lock:
