@@ -36,6 +36,7 @@ class DiskMachine(RuleBasedStateMachine):
         self.clock = FakeClock()
         self.model = {}
         self.bad = set()
+        """Slots with a flipped bit, until they are written again."""
         self.open()
 
     def open(self):
@@ -69,6 +70,7 @@ class DiskMachine(RuleBasedStateMachine):
             self.store.release(offsets[stop:])
             missing = missing[:stop]
         self.model |= zip(missing, offsets.tolist(), strict=False)
+        self.bad.difference_update(self.model[block] for block in missing)
 
     @rule(data=st.data())
     def release(self, data):
@@ -82,9 +84,7 @@ class DiskMachine(RuleBasedStateMachine):
             if block in self.model:
                 gone.append(block)
                 left += self.children(block)
-        offsets = [self.model.pop(block) for block in gone]
-        self.bad.difference_update(offsets)
-        self.store.release(np.array(offsets, np.int64))
+        self.store.release(np.array([self.model.pop(block) for block in gone], np.int64))
 
     @rule()
     def read(self):
@@ -107,9 +107,7 @@ class DiskMachine(RuleBasedStateMachine):
     def drop(self, block):
         """Release a damaged block, and what hangs from it."""
         if block in self.model:
-            offset = self.model.pop(block)
-            self.bad.discard(offset)
-            self.store.release(np.array([offset]))
+            self.store.release(np.array([self.model.pop(block)]))
             for child in self.children(block):
                 self.drop(child)
 
