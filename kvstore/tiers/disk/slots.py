@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvstore.tiers.arena import ALIGNMENT, Arena
+from kvstore.tiers.arena import Arena
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -66,9 +66,13 @@ class _Layout(Arena):
             free = np.setdiff1d(np.concatenate(slots), offsets, assume_unique=True)
             self._free[size] = free[::-1].copy()
 
+    def sizes_of(self, offsets: Offsets) -> Offsets:
+        """Length of the slots at ``offsets``."""
+        return self._slot_sizes[self._slabs_of(offsets)]
+
 
 class Slots:
-    """The slots of a disk of ``capacity_bytes``.
+    """The slots of a disk of ``capacity_bytes``; some 150 bytes of memory for each that is in use.
 
     Invariants (:meth:`check_invariants`, in this order):
 
@@ -81,7 +85,6 @@ class Slots:
         """Start with every slot free."""
         self._arena = _Layout(capacity_bytes)
         self._lock = threading.Lock()
-        self._sizes: dict[int, int] = {}
         self._generations: dict[int, int] = {}
         self._bad: set[int] = set()
         self._stale: set[int] = set()
@@ -103,7 +106,6 @@ class Slots:
         with self._lock:
             self._arena.occupy(offsets, slot_sizes)
             listed = offsets.tolist()
-            self._sizes = dict(zip(listed, slot_sizes.tolist(), strict=True))
             self._generations = dict(zip(listed, generations.tolist(), strict=True))
 
     def capacity_slots(self, slot_size: int) -> int:
@@ -122,22 +124,19 @@ class Slots:
         """Take up to ``count`` free slots of ``slot_size`` bytes; ascending, fewer when the disk is full."""
         with self._lock:
             offsets = self._arena.allocate(slot_size, count)
-            for offset in offsets.tolist():
-                self._sizes[offset] = slot_size
-                self._generations[offset] = EMPTY
+            self._generations |= dict.fromkeys(offsets.tolist(), EMPTY)
         return offsets
 
     def release(self, offsets: Offsets) -> None:
         """Give slots back, live or empty; bad ones stay out of use. The rows of live ones become stale."""
         with self._lock:
-            given_back: dict[int, list[int]] = {}
-            for offset in offsets.tolist():
-                if self._generations.pop(offset) != EMPTY:
-                    self._stale.add(offset)
-                if offset not in self._bad:
-                    given_back.setdefault(self._sizes.pop(offset), []).append(offset)
-            for size, free in given_back.items():
-                self._arena.release(size, np.array(free, np.int64))
+            listed = offsets.tolist()
+            written = [offset for offset in listed if self._generations.pop(offset) != EMPTY]
+            self._stale.update(written)
+            good = offsets[[offset not in self._bad for offset in listed]]
+            sizes = self._arena.sizes_of(good)
+            for size in np.unique(sizes).tolist():
+                self._arena.release(size, good[sizes == size])
 
     def quarantine(self, offset: int, generation: int) -> bool:
         """Keep the slot out of use for good, if it still holds what ``generation`` wrote; say whether."""
@@ -147,7 +146,7 @@ class Slots:
             self._bad.add(offset)
             self._generations[offset] = LOST
             self._stale.add(offset)
-            self.bad_bytes += self._sizes[offset]
+            self.bad_bytes += int(self._arena.sizes_of(np.array([offset]))[0])
             return True
 
     def generations(self, offsets: Offsets) -> list[int]:
@@ -193,9 +192,9 @@ class Slots:
         """Raise AssertionError naming the first broken invariant."""
         with self._lock:
             self._arena.check_invariants()
-            assert self._arena.used_bytes == sum(self._sizes.values()), "2: no slot is lost"
-            assert self._sizes.keys() == self._generations.keys() | self._bad, "2: no slot is lost"
+            known = np.array([*(self._generations.keys() | self._bad)], np.int64)
+            used_bytes = int(self._arena.sizes_of(known).sum())
+            assert self._arena.used_bytes == used_bytes, "2: no slot is lost"
             assert all(self._generations.get(bad, LOST) == LOST for bad in self._bad), (
                 "3: no bad slot is in use"
             )
-            assert all(size % ALIGNMENT == 0 for size in self._sizes.values()), "1: whole pages"
