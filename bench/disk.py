@@ -80,10 +80,10 @@ def timed(rounds: int, *sides: Callable[[int], object]) -> list[NDArray[np.float
 def rows_of(
     case: str, num_bytes: int, mine: NDArray[np.float64], plain: NDArray[np.float64]
 ) -> Iterator[Row]:
-    """Median rate, and the times of batches."""
+    """Median rate, and the times of batches of ``num_bytes``."""
     rates = [num_bytes / 1e9 / float(np.median(times)) for times in (mine, plain)]
     yield Row(case, "rate", rates[0], "GB/s", rates[1], rates[1] / rates[0])
-    for name, share in (("batch_median", 50), ("batch_p99", 99)):
+    for name, share in (("median", 50), ("p99", 99)):
         values = [float(np.percentile(times, share)) * 1e3 for times in (mine, plain)]
         yield row(case, name, values[0], "ms", values[1])
 
@@ -135,6 +135,20 @@ class Sides:
         """Read a batch with one call a block."""
         self._plain(os.preadv, number)
 
+    def read_one(self, number: int) -> None:
+        """Read one block."""
+        place, index = number % BATCHES, number // BATCHES % self.count
+        one = slice(index, index + 1)
+        verdicts = self.store.read(
+            self.offsets[place][one], self.blocks[place][one], self.memory[one]
+        )
+        assert verdicts == ["good"]
+
+    def plain_read_one(self, number: int) -> None:
+        """Read one block with one call."""
+        start = (number % BATCHES * self.count + number // BATCHES % self.count) * self.slot_size
+        assert os.preadv(self._descriptor, [self.memory[0].data], start) == self.block_bytes
+
     def _plain(self, call: Callable[[int, list[memoryview], int], int], number: int) -> None:
         first = number % BATCHES * self.count
 
@@ -153,7 +167,7 @@ class Sides:
 
 def moves(directory: Path, rounds: int) -> Iterator[Row]:
     """Reads and writes of every size."""
-    room = BATCHES * BATCH_BYTES * 17 // 16
+    room = BATCHES * BATCH_BYTES * 17 // 16  # payloads and headers
     options = DiskOptions(room + 64 * MIB, segment_bytes=256 * MIB, reserve_bytes=0)
     store = DiskStore(directory / "store", options, time.monotonic)
     try:
@@ -167,6 +181,8 @@ def moves(directory: Path, rounds: int) -> Iterator[Row]:
                 yield from rows_of(f"disk_write_{size}", BATCH_BYTES, *times)
                 times = timed(rounds, sides.read, sides.plain_read)
                 yield from rows_of(f"disk_read_{size}", BATCH_BYTES, *times)
+                times = timed(10 * rounds, sides.read_one, sides.plain_read_one)
+                yield from rows_of(f"disk_read_one_{size}", sides.block_bytes, *times)
                 sides.close()
     finally:
         store.close()
@@ -177,7 +193,7 @@ def restart(directory: Path, rounds: int) -> Iterator[Row]:
     namespace = Namespace(b"bench restart", KVLayout(1, 1, 64, "bfloat16", BLOCK_TOKENS))
     size = slot_bytes_of(namespace)
     options = DiskOptions(
-        RESTART_BLOCKS * size * 17 // 16, reserve_bytes=0, manifest_bytes=40 * MIB, threads=2
+        RESTART_BLOCKS * size + 64 * MIB, reserve_bytes=0, manifest_bytes=40 * MIB, threads=2
     )
     path = directory / "restart"
     store = DiskStore(path, options, time.monotonic)
