@@ -650,6 +650,22 @@ class TestDamage:
             store.close()
         assert {"good", 24} <= outcomes
 
+    def test_a_block_that_is_listed_twice_is_there_once(self, path):
+        store = opened(path)
+        put(store, SMALL, prompt(SMALL, 0, 12))
+        store.close()
+        with sqlite3.connect(path / "manifest.db") as connection:
+            connection.execute(
+                "INSERT INTO blocks SELECT slot + 100, namespace, position, parent, digest, key, checksum, "
+                "payload_bytes, stored_bytes, generation - 50 FROM blocks"
+            )
+        connection.close()
+        store = opened(path)
+        offsets, blocks = everything(store)
+        assert get(store, offsets, blocks) == ["good"] * 12, "the newer one"
+        assert store.slots.used_bytes == 12 * slot_bytes_of(SMALL)
+        store.close()
+
     def test_rows_that_lie(self, path):
         self.filled(path)
         for change, left in [

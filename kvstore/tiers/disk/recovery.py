@@ -160,16 +160,14 @@ def _linked(namespace: Namespace, columns: _Columns, mine: NDArray[np.intp]) -> 
     stride = namespace.key_bytes
     kept: list[int] = []
     above: list[int] = []
-    depth = {-1: -1}
     for row, position in zip(rows.tolist(), columns.positions[rows].tolist(), strict=True):
         parent, digest, key = parents[row], digests[row], keys[row]
         up = index_of.get(parent)
-        if up is None or depth[up] + 1 != position or digest in index_of or len(key) != stride:
+        if up is None or digest in index_of or len(key) != stride:
             continue
         if block_digest(parent, position, key) != digest:
             continue
-        index_of[digest] = index = len(kept)
-        depth[index] = position
+        index_of[digest] = len(kept)
         above.append(up)
         kept.append(row)
     which = np.array(kept, np.intp)
