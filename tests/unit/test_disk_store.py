@@ -214,6 +214,9 @@ class TestBudget:
                 sum(max(file.st_size, file.st_blocks * 512) for file in listed.values()) <= BUDGET
             )
         assert len(taken) > 20
+        assert {name for name in listed if not name.startswith("segment")} == {
+            *("lock", "manifest.db", "manifest.db-wal")
+        }
         store.close()
         assert all(file.st_mode & 0o077 == 0 for file in listed.values())
         assert path.stat().st_mode & 0o077 == 0
@@ -255,7 +258,10 @@ class TestBudget:
         offsets, blocks = everything(store)
         assert 0 < len(blocks) < 36
         assert set(get(store, offsets, blocks)) == {"good"}
-        assert sum(file.st_blocks * 512 for file in files(path).values()) <= smaller.budget_bytes
+        listed = {name: file.st_size for name, file in files(path).items()}
+        assert sum(listed.values()) <= smaller.budget_bytes
+        segments = [size for name, size in listed.items() if name.startswith("segment")]
+        assert sum(segments) == smaller.capacity_bytes
         store.close()
         store = opened(path)
         store.check_invariants()
@@ -781,6 +787,9 @@ class TestTrouble:
         assert min(store.slots.generations(newest)) > before, "no generation is given twice"
         assert get(store, offsets, blocks) == ["missing"] * 12
         store.check_invariants()
+        store.close()
+        store = opened(path)
+        assert get(store, *everything(store)) == ["good"] * 12
         store.close()
 
     def test_too_slow(self, path):

@@ -24,17 +24,15 @@ import sqlite3
 import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvstore.errors import ConfigError
 from kvstore.protocol import encode_namespace
+from kvstore.tiers.disk.access import Access
 from kvstore.tiers.disk.batch import Batch
-from kvstore.tiers.disk.directory import Directory, DiskOptions
 from kvstore.tiers.disk.format import GOOD
-from kvstore.tiers.disk.health import Health, reason_of
 from kvstore.tiers.disk.manifest import MAX_BATCH_KEY_BYTES, MAX_BATCH_ROWS, Row, page_of, signed
 from kvstore.tiers.disk.slots import EMPTY, Slots
 from kvstore.tiers.disk.system import System
@@ -45,16 +43,15 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from kvstore.tiers.disk.directory import Directory, DiskOptions
     from kvstore.tiers.disk.format import BlockIdentity
+    from kvstore.tiers.disk.health import Health
     from kvstore.tiers.disk.recovery import RecoveredNamespace
 
     Offsets = NDArray[np.int64]
     Payloads = Sequence[NDArray[np.uint8]]
 
 logger = logging.getLogger(__name__)
-
-SECONDS_PER_BYTE = 0.1 / (1 << 20)
-"""Slower than this is too slow, whatever the size of a batch."""
 
 
 class DiskStore:
@@ -82,30 +79,17 @@ class DiskStore:
         self.capacity_bytes = options.capacity_bytes
         self.counts: Counter[tuple[str, ...]] = Counter()
         self.slots = Slots(self.capacity_bytes)
-        self._writing = Health("writing to the disk tier", clock)
-        self._reading = Health("reading from the disk tier", clock)
-        self._broken = False
-        self._path = path
+        self._count_lock = threading.Lock()
         self._clock = clock
-        self._system = system or System()
-        self._write_lock = threading.RLock()
-        self._gate = threading.Condition()
-        self._users = 0
         self._numbers: dict[bytes, int] = {}
-        self._closed = False
-        self._directory: Directory | None = None
         try:
-            self._system.make_directory(path)
-            self._directory = Directory(path, options, self._system)
-            self._found = self._directory.recover()
+            self._access = Access(path, options, clock, system or System())
         except (OSError, sqlite3.Error) as error:
-            self._shut()
             raise ConfigError(f"disk directory {path} cannot be used: {error}") from error
-        except BaseException:
-            self._shut()
-            raise
-        self._generation = self._directory.generation
-        self._occupy(self._found)
+        self._found, self._access.found = self._access.found, []
+        self._generation = self._access.generation
+        if self._found:
+            self._occupy(self._found)
         self._executor = ThreadPoolExecutor(options.threads, "kvstore-disk")
 
     # -- what is there --------------------------------------------------------------------------
@@ -121,18 +105,18 @@ class DiskStore:
     @property
     def is_direct(self) -> bool:
         """Whether the files are read and written past the page cache."""
-        directory = self._directory
+        directory = self._access.directory
         return directory is not None and directory.segments.direct
 
     @property
     def off(self) -> dict[str, str]:
         """Why ``read`` and ``write`` failed when they were last tried; empty strings where they did not."""
-        return {"read": self._reading.reason, "write": self._writing.reason}
+        return {"read": self._access.reading.reason, "write": self._access.writing.reason}
 
     @property
     def troubles(self) -> dict[tuple[str, str], int]:
         """How often each reason turned ``read`` or ``write`` off, by (which, reason)."""
-        sides = ("read", self._reading), ("write", self._writing)
+        sides = ("read", self._access.reading), ("write", self._access.writing)
         return {
             (name, reason): count for name, side in sides for reason, count in side.troubles.items()
         }
@@ -168,12 +152,12 @@ class DiskStore:
             caller, empty.
         """
         stored = np.zeros(len(blocks), bool)
-        with self._write_lock:
+        with self._access.lock:
             for start, stop in _batches(blocks):
-                if not self._ready(self._writing):
+                if not self._ready(self._access.writing):
                     break
                 part = slice(start, stop)
-                with self._shared() as directory:
+                with self._access.shared() as directory:
                     if directory is not None:
                         batch = Batch(
                             directory.segments, offsets[part], blocks[part], payloads[part]
@@ -196,8 +180,8 @@ class DiskStore:
             caller releases them all the same.
         """
         verdicts = ["off"] * len(blocks)
-        if self._ready(self._reading):
-            with self._shared() as directory:
+        if self._ready(self._access.reading):
+            with self._access.shared() as directory:
                 if directory is not None:
                     batch = Batch(directory.segments, offsets, blocks, targets)
                     verdicts = self._read(batch)
@@ -208,26 +192,23 @@ class DiskStore:
 
     def flush(self) -> bool:
         """Make what was released so far unfindable; say whether that worked."""
-        with self._write_lock, self._shared() as directory:
+        with self._access.lock, self._access.shared() as directory:
             if directory is None:
                 return False
             try:
                 self._delete_stale(directory)
             except (OSError, sqlite3.Error) as error:
-                self._trouble(self._writing, error)
+                self._access.trouble(self._access.writing, error)
                 return False
             return True
 
     def close(self) -> None:
         """Flush, and close everything: from here on every read and write is ``off``."""
-        if not self._closed:
-            try:
-                self.flush()
-            finally:
-                with self._write_lock:
-                    self._closed = True
-                    self._shut()
-                self._executor.shutdown()
+        try:
+            self.flush()
+        finally:
+            self._access.close()
+            self._executor.shutdown()
 
     def check_invariants(self) -> None:
         """Raise AssertionError naming the first broken invariant of the slots."""
@@ -236,7 +217,7 @@ class DiskStore:
     # -- inner ----------------------------------------------------------------------------------
 
     def _count(self, more: dict[tuple[str, ...], int]) -> None:
-        with self._gate:
+        with self._count_lock:
             self.counts.update(more)
 
     def _write(self, directory: Directory, batch: Batch) -> NDArray[np.bool_]:
@@ -259,16 +240,16 @@ class DiskStore:
                 rows = [_row(batch, index, numbers) for index in np.flatnonzero(there).tolist()]
                 directory.manifest.insert(rows)
         except (OSError, sqlite3.Error) as error:
-            self._trouble(self._writing, error)
+            self._access.trouble(self._access.writing, error)
             self.slots.doubt(batch.offsets)
             return none
         kept = np.flatnonzero(there).tolist()
         self.slots.stored(batch.offsets[kept].tolist(), [batch.generations[at] for at in kept])
         failed = next(filter(None, errors), None)
         if failed:
-            self._trouble(self._writing, failed)
+            self._access.trouble(self._access.writing, failed)
         else:
-            self._ended(self._writing, began, batch)
+            self._access.ended(self._access.writing, *self._cost(began, batch))
         return there
 
     def _read(self, batch: Batch) -> list[str]:
@@ -283,7 +264,7 @@ class DiskStore:
         tried = [verdict for verdict in verdicts if verdict != "missing"]
         broken = bool(tried) and all(verdict == "unreadable" for verdict in tried)
         if broken:  # the device, not a bad spot on it
-            self._trouble(self._reading, next(filter(None, errors)))
+            self._access.trouble(self._access.reading, next(filter(None, errors)))
             return verdicts
         for index, verdict in enumerate(verdicts):
             if verdict in (GOOD, "missing"):
@@ -292,7 +273,7 @@ class DiskStore:
             if self.slots.quarantine(offset, generation):
                 logger.error("disk tier: the block at %d is dropped: %s is wrong", offset, verdict)
         if tried:
-            self._ended(self._reading, began, batch)
+            self._access.ended(self._access.reading, *self._cost(began, batch))
         return verdicts
 
     def _run(
@@ -320,82 +301,25 @@ class DiskStore:
             directory.delete(stale)
             self.slots.deleted(stale)
 
-    def _ended(self, side: Health, began: float, batch: Batch) -> None:
-        """Judge how long a batch took that went well."""
-        seconds, num_bytes = self._clock() - began, int(batch.sizes.sum())
-        if seconds > self.options.slow_s + num_bytes * SECONDS_PER_BYTE:
-            side.trouble("slow", f"{num_bytes} bytes took {seconds:.1f} s")
-        elif side.reason:
-            side.fine()
-
-    def _trouble(self, side: Health, error: Exception) -> None:
-        """Turn ``side`` off.
-
-        Where that may help, the directory is opened anew before it is tried again; a disk that can only
-        not be written to stays open for reading.
-        """
-        reason = reason_of(error)
-        side.trouble(reason, error)
-        self._broken |= side is self._reading or reason in ("vanished", "manifest", "not_ours")
-
     def _ready(self, side: Health) -> bool:
-        """Whether ``side`` may do I/O now; after trouble, and a pause, the directory is opened anew."""
-        if self._closed or not side.may_try():
-            return False
-        if self._broken and (side.reason or self._directory is None):
-            with self._write_lock:
-                return self._reopen()
-        return True
+        return self._access.ready(side, self._resume)
 
-    def _reopen(self) -> bool:
-        if not self._broken:  # another thread was faster
-            return True
-        if self._closed or not self._writing.may_try():
-            return False
-        self._shut()
-        directory = None
-        try:
-            directory = Directory(self._path, self.options, self._system)
-            self.slots.keep_only(directory.generations())
-        except (OSError, sqlite3.Error, ConfigError) as error:
-            if directory is not None:
-                directory.close()
-            self._writing.trouble(reason_of(error), error)
-            return False
+    def _resume(self, directory: Directory) -> None:
+        """Go on with a directory that was opened anew: what it lost is missing from here on."""
+        self.slots.keep_only(directory.generations())
         self._numbers.clear()
         self._generation = max(self._generation, directory.generation)
-        self._directory, self._broken = directory, False
-        return True
+
+    def _cost(self, began: float, batch: Batch) -> tuple[float, int]:
+        """Seconds since ``began``, and bytes of ``batch``."""
+        return self._clock() - began, int(batch.sizes.sum())
 
     def _occupy(self, found: Sequence[RecoveredNamespace]) -> None:
-        if not found:
-            return
         offsets = np.concatenate([block.offsets for block in found])
         sizes = np.concatenate([np.full(len(block), block.slot_bytes) for block in found])
         generations = np.concatenate([block.generations for block in found])
         order = np.argsort(offsets)
         self.slots.occupy(offsets[order], sizes[order], generations[order])
-
-    def _shut(self) -> None:
-        """Close the directory when the last user has left it."""
-        with self._gate:
-            directory, self._directory = self._directory, None
-            self._gate.wait_for(lambda: not self._users)
-        if directory is not None:
-            directory.close()
-
-    @contextmanager
-    def _shared(self) -> Iterator[Directory | None]:
-        """Keep the directory open meanwhile; None when it is closed."""
-        with self._gate:
-            directory = self._directory
-            self._users += 1
-        try:
-            yield directory
-        finally:
-            with self._gate:
-                self._users -= 1
-                self._gate.notify_all()
 
 
 def _batches(blocks: Sequence[BlockIdentity]) -> Iterator[tuple[int, int]]:
