@@ -134,7 +134,7 @@ class Directory:
         useless = np.setdiff1d(slots, np.concatenate(kept) if kept else slots[:0])
         if len(useless):
             logger.warning("disk tier %s: %d rows are of no use", self.path, len(useless))
-            self.delete(useless.tolist())
+            self.delete(useless.tolist(), lasting=True)
         used = {block.namespace.digest for block in found}
         unused = [number for number, (digest, _) in namespaces.items() if digest not in used]
         if unused:
@@ -145,11 +145,11 @@ class Directory:
         """Return the offset and generation of every row. Raises ``sqlite3.Error``."""
         return {row[0] * ALIGNMENT: row[9] for row in self.manifest.rows()}
 
-    def delete(self, offsets: Iterable[int]) -> None:
-        """Delete the rows of the slots at ``offsets``."""
+    def delete(self, offsets: Iterable[int], *, lasting: bool) -> None:
+        """Delete the rows of the slots at ``offsets``; see :meth:`Manifest.delete`."""
         pages = [manifests.page_of(offset) for offset in offsets]
         for start in range(0, len(pages), MAX_BATCH_ROWS):
-            self.manifest.delete(pages[start : start + MAX_BATCH_ROWS])
+            self.manifest.delete(pages[start : start + MAX_BATCH_ROWS], lasting=lasting)
 
     def close(self) -> None:
         """Close everything; the lock last."""

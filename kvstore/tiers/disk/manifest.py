@@ -1,10 +1,12 @@
 """The list of what a disk directory holds: SQLite, one row a block. Read once, when the store opens.
 
 The header of a block on disk decides what it is; the manifest only saves reading all headers at the
-start. A row is written after its block is on the device, and deleted before its slot is written again:
-SQLite runs in WAL mode with ``synchronous=FULL``, so each of these steps has reached the device before the
-next one begins. (``NORMAL`` would be as safe against the death of the process; after a power loss rows
-could stand for slots that hold something else. It costs one flush a batch, beside that of the data.)
+start. A row is written after its block is on the device, and deleted before its slot is written again.
+
+SQLite runs in WAL mode. Rows are inserted with ``synchronous=FULL``: when a block is reported as stored, its
+row has reached the device. Rows are deleted with ``NORMAL``, which saves one of three flushes of a batch: the
+death of the process cannot undo that, but loss of power can, and then rows may be left for slots that hold
+something else by now. The header tells when such a block is read, by its generation, which nobody can guess.
 
 Not thread-safe: the store calls it under a lock of its own.
 """
@@ -137,7 +139,11 @@ class Manifest:
                     self._connection.execute(statement)
                 self._connection.executemany(
                     "INSERT INTO facts VALUES (?, ?)",
-                    [("version", VERSION), ("segment_bytes", segment_bytes), ("epoch", 0)],
+                    [
+                        ("version", VERSION),
+                        ("segment_bytes", segment_bytes),
+                        ("epoch", int.from_bytes(os.urandom(4), "little") >> 2),
+                    ],
                 )
         (verdict,) = self._fetch("PRAGMA quick_check(1)")[0]
         if verdict != "ok":
@@ -149,7 +155,7 @@ class Manifest:
             raise sqlite3.DatabaseError(f"the manifest has more than {max_bytes} bytes")
 
     def next_epoch(self) -> int:
-        """Return a number that is larger with every call in the life of the directory; from 1 on."""
+        """Return a number below 2³¹ that is larger with every call; the first one is random."""
         with self._transaction():
             self._connection.execute("UPDATE facts SET value = value + 1 WHERE name = 'epoch'")
         return int(self._fetch("SELECT value FROM facts WHERE name = 'epoch'")[0][0])
@@ -170,12 +176,22 @@ class Manifest:
         with self._transaction():
             self._connection.executemany(f"INSERT OR REPLACE INTO blocks VALUES ({places})", rows)  # noqa: S608
 
-    def delete(self, slots: Iterable[int]) -> None:
-        """Remove the rows of ``slots``, at most ``MAX_BATCH_ROWS``, all or none; gone on return."""
-        with self._transaction():
-            self._connection.executemany(
-                "DELETE FROM blocks WHERE slot = ?", [(slot,) for slot in slots]
-            )
+    def delete(self, slots: Iterable[int], *, lasting: bool) -> None:
+        """Remove the rows of ``slots``, at most ``MAX_BATCH_ROWS``, all or none.
+
+        Args:
+            slots: page numbers.
+            lasting: whether loss of power must not bring them back.
+        """
+        if not lasting:
+            self._fetch("PRAGMA synchronous=NORMAL")
+        try:
+            with self._transaction():
+                self._connection.executemany(
+                    "DELETE FROM blocks WHERE slot = ?", [(slot,) for slot in slots]
+                )
+        finally:
+            self._fetch("PRAGMA synchronous=FULL")
 
     def rows(self) -> list[tuple[int, int, int, bytes, bytes, bytes, int, int, int, int]]:
         """Return every row, in the order of slots; see :class:`Row`."""

@@ -196,7 +196,7 @@ class DiskStore:
             if directory is None:
                 return False
             try:
-                self._delete_stale(directory)
+                self._delete_stale(directory, lasting=True)
             except (OSError, sqlite3.Error) as error:
                 self._access.trouble(self._access.writing, error)
                 return False
@@ -228,7 +228,7 @@ class DiskStore:
         assert not any(held), "blocks are written into slots that hold nothing"
         try:
             directory.check_place()
-            self._delete_stale(directory)
+            self._delete_stale(directory, lasting=False)
             numbers = self._number(directory, batch)
             first = self._generation + 1
             self._generation += len(batch)
@@ -295,10 +295,10 @@ class DiskStore:
             self._numbers |= directory.manifest.names(encoded)
         return self._numbers
 
-    def _delete_stale(self, directory: Directory) -> None:
+    def _delete_stale(self, directory: Directory, *, lasting: bool) -> None:
         stale = self.slots.stale()
         if stale:
-            directory.delete(stale)
+            directory.delete(stale, lasting=lasting)
             self.slots.deleted(stale)
 
     def _ready(self, side: Health) -> bool:
