@@ -190,6 +190,27 @@ class TestWritingAndReading:
         }
         store.close()
 
+    def test_rows_are_on_the_device_before_a_block_is_reported(self, path):
+        class Watching(FaultySystem):
+            levels = ()
+
+            def commit(self, connection):
+                (level,) = connection.execute("PRAGMA synchronous").fetchone()
+                self.levels += (("normal", "full")[level - 1],)
+                super().commit(connection)
+
+        system = Watching()
+        store = opened(path, system)
+        put(store, SMALL, prompt(SMALL, 0, 12))
+        offsets, _, _ = put(store, SMALL, prompt(SMALL, 1, 12))
+        store.release(offsets)
+        system.levels, system.calls = (), []
+        put(store, SMALL, prompt(SMALL, 2, 12))
+        assert system.levels == ("normal", "full")
+        steps = [name for name in system.calls if name in ("commit", "write", "sync")]
+        assert steps == ["commit", "write", "sync", "commit"]
+        store.close()
+
     def test_a_full_disk_gives_fewer_slots(self, path):
         store = opened(path)
         size = slot_bytes_of(LARGE)
