@@ -146,8 +146,9 @@ class Sides:
 
     def plain_read_one(self, number: int) -> None:
         """Read one block with one call."""
-        start = (number % BATCHES * self.count + number // BATCHES % self.count) * self.slot_size
-        assert os.preadv(self._descriptor, [self.memory[0].data], start) == self.block_bytes
+        place, index = number % BATCHES, number // BATCHES % self.count
+        start = (place * self.count + index) * self.slot_size
+        assert os.preadv(self._descriptor, [self.memory[index].data], start) == self.block_bytes
 
     def _plain(self, call: Callable[[int, list[memoryview], int], int], number: int) -> None:
         first = number % BATCHES * self.count
