@@ -1,0 +1,350 @@
+"""The disk tier's bytes: writes, reads and finds again blocks of KV in a directory of its own.
+
+*Slots.* The caller takes slots with :meth:`DiskStore.allocate`, writes blocks into them, and gives them back
+with :meth:`DiskStore.release`. These two do no I/O and may be called under a lock. A slot that was released
+is written again only after its row is gone from the manifest.
+
+*Promise.* A block that :meth:`DiskStore.write` reports as stored survives the death of the process and the
+loss of power: :meth:`DiskStore.recover` finds it. What :meth:`DiskStore.read` calls good is byte for byte what
+was written for exactly that block; everything else is a verdict of its own, and the slot is set aside.
+
+*Trouble.* No I/O error ever reaches the caller. Writing to a disk that is full, read-only, broken, gone or
+too slow turns itself off for a pause, in which nothing is stored; so does reading, on its own account, and
+every read says ``off`` meanwhile. After the pause it is tried again, on files that are opened anew where that
+may help.
+
+*Threads.* Every method may be called from any thread. One batch is written at a time; any number are read.
+A slot is not written while it is read, and released when nobody uses it: the caller sees to that.
+"""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+import threading
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvstore.errors import ConfigError
+from kvstore.protocol import encode_namespace
+from kvstore.tiers.disk.access import Access
+from kvstore.tiers.disk.batch import Batch
+from kvstore.tiers.disk.format import GOOD
+from kvstore.tiers.disk.manifest import MAX_BATCH_KEY_BYTES, MAX_BATCH_ROWS, Row, page_of, signed
+from kvstore.tiers.disk.slots import EMPTY, Slots
+from kvstore.tiers.disk.system import System
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from kvstore.tiers.disk.directory import Directory, DiskOptions
+    from kvstore.tiers.disk.format import BlockIdentity
+    from kvstore.tiers.disk.health import Health
+    from kvstore.tiers.disk.recovery import RecoveredNamespace
+
+    Offsets = NDArray[np.int64]
+    Payloads = Sequence[NDArray[np.uint8]]
+
+logger = logging.getLogger(__name__)
+
+
+class DiskStore:
+    """Blocks in a directory, which no other instance uses at the same time."""
+
+    def __init__(
+        self,
+        path: Path,
+        options: DiskOptions,
+        clock: Callable[[], float],
+        system: System | None = None,
+    ) -> None:
+        """Open ``path``, which is made if it is missing, and find what is there.
+
+        Args:
+            path: a directory for this store alone.
+            options: how much it may take.
+            clock: monotonic seconds.
+            system: the system calls; tests have others.
+
+        Raises:
+            ConfigError: the directory cannot be used, or is in use by another instance.
+        """
+        self.options = options
+        self.capacity_bytes = options.capacity_bytes
+        self.counts: Counter[tuple[str, ...]] = Counter()
+        self.slots = Slots(self.capacity_bytes)
+        self._count_lock = threading.Lock()
+        self._clock = clock
+        self._numbers: dict[bytes, int] = {}
+        try:
+            self._access = Access(path, options, clock, system or System())
+        except (OSError, sqlite3.Error) as error:
+            raise ConfigError(f"disk directory {path} cannot be used: {error}") from error
+        self._found, self._access.found = self._access.found, []
+        self._generation = self._access.generation
+        if self._found:
+            self._occupy(self._found)
+        self._executor = ThreadPoolExecutor(options.threads, "kvstore-disk")
+
+    # -- what is there --------------------------------------------------------------------------
+
+    def recover(self) -> list[RecoveredNamespace]:
+        """Hand over what the directory held when it was opened, for the first caller only.
+
+        The slots are in use; the caller releases those that it does not want.
+        """
+        found, self._found = self._found, []
+        return found
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether the files are read and written past the page cache."""
+        directory = self._access.directory
+        return directory is not None and directory.segments.direct
+
+    @property
+    def off(self) -> dict[str, str]:
+        """Why ``read`` and ``write`` failed when they were last tried; empty strings where they did not."""
+        return {"read": self._access.reading.reason, "write": self._access.writing.reason}
+
+    @property
+    def troubles(self) -> dict[tuple[str, str], int]:
+        """How often each reason turned ``read`` or ``write`` off, by (which, reason)."""
+        sides = ("read", self._access.reading), ("write", self._access.writing)
+        return {
+            (name, reason): count for name, side in sides for reason, count in side.troubles.items()
+        }
+
+    # -- slots ----------------------------------------------------------------------------------
+
+    def allocate(self, slot_size: int, count: int) -> Offsets:
+        """Take up to ``count`` slots of ``slot_size`` (:func:`slot_bytes_of`); fewer when the disk is full."""
+        return self.slots.allocate(slot_size, count)
+
+    def release(self, offsets: Offsets) -> None:
+        """Forget the blocks at ``offsets``, if any, and give the slots back.
+
+        After a crash before the next :meth:`write` or :meth:`flush` they may be found again.
+        """
+        self.slots.release(offsets)
+
+    # -- bytes ----------------------------------------------------------------------------------
+
+    def write(
+        self, offsets: Offsets, blocks: Sequence[BlockIdentity], payloads: Payloads
+    ) -> NDArray[np.bool_]:
+        """Store ``blocks`` in slots that were allocated for them and hold nothing yet.
+
+        Args:
+            offsets: int64 ``[n]``, distinct.
+            blocks: what they are. A checksum that is known is not computed again.
+            payloads: uint8 arrays of ``block_bytes`` each, or longer ones that have those first. Those that
+                go on to a whole page, at the address of one, are written without a copy.
+
+        Returns:
+            bool ``[n]``: which are stored, and will be found again. The slots of the others stay with the
+            caller, empty.
+        """
+        stored = np.zeros(len(blocks), bool)
+        with self._access.lock:
+            for start, stop in _batches(blocks):
+                if not self._ready(self._access.writing):
+                    break
+                part = slice(start, stop)
+                with self._access.shared() as directory:
+                    if directory is not None:
+                        batch = Batch(
+                            directory.segments, offsets[part], blocks[part], payloads[part]
+                        )
+                        stored[part] = self._write(directory, batch)
+        self._count(
+            {("written_blocks",): int(stored.sum()), ("unwritten_blocks",): int((~stored).sum())}
+        )
+        return stored
+
+    def read(
+        self, offsets: Offsets, blocks: Sequence[BlockIdentity], targets: Payloads
+    ) -> list[str]:
+        """Read the blocks at ``offsets`` into ``targets``; see :meth:`write` for their form.
+
+        Returns:
+            A verdict for each: ``good``, ``off``, ``missing`` (nothing is stored there), ``unreadable``,
+            ``truncated``, or what :func:`kvstore.tiers.disk.format.check` found wrong. A target whose verdict
+            is not ``good`` holds garbage. Slots with wrong contents are set aside until the next start; the
+            caller releases them all the same.
+        """
+        verdicts = ["off"] * len(blocks)
+        if self._ready(self._access.reading):
+            with self._access.shared() as directory:
+                if directory is not None:
+                    batch = Batch(directory.segments, offsets, blocks, targets)
+                    verdicts = self._read(batch)
+        self._count(
+            {("read_blocks", verdict): count for verdict, count in Counter(verdicts).items()}
+        )
+        return verdicts
+
+    def flush(self) -> bool:
+        """Make what was released so far unfindable; say whether that worked."""
+        with self._access.lock, self._access.shared() as directory:
+            if directory is None:
+                return False
+            try:
+                self._delete_stale(directory, lasting=True)
+            except (OSError, sqlite3.Error) as error:
+                self._access.trouble(self._access.writing, error)
+                return False
+            return True
+
+    def close(self) -> None:
+        """Flush, and close everything: from here on every read and write is ``off``."""
+        try:
+            self.flush()
+        finally:
+            self._access.close()
+            self._executor.shutdown()
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError naming the first broken invariant of the slots."""
+        self.slots.check_invariants()
+
+    # -- inner ----------------------------------------------------------------------------------
+
+    def _count(self, more: dict[tuple[str, ...], int]) -> None:
+        with self._count_lock:
+            self.counts.update(more)
+
+    def _write(self, directory: Directory, batch: Batch) -> NDArray[np.bool_]:
+        """Bytes, then the flush, then the rows."""
+        began = self._clock()
+        none = np.zeros(len(batch), bool)
+        held = self.slots.generations(batch.offsets)
+        assert not any(held), "blocks are written into slots that hold nothing"
+        try:
+            directory.check_place()
+            self._delete_stale(directory, lasting=False)
+            numbers = self._number(directory, batch)
+            first = self._generation + 1
+            self._generation += len(batch)
+            batch.generations = list(range(first, first + len(batch)))
+            errors = self._run(batch.write_run, batch.runs(self.options.threads))
+            there = ~batch.failed
+            if there.any():
+                directory.segments.sync(batch.offsets[there], batch.sizes[there])
+                rows = [_row(batch, index, numbers) for index in np.flatnonzero(there).tolist()]
+                directory.manifest.insert(rows)
+        except (OSError, sqlite3.Error) as error:
+            self._access.trouble(self._access.writing, error)
+            self.slots.doubt(batch.offsets)
+            return none
+        kept = np.flatnonzero(there).tolist()
+        self.slots.stored(batch.offsets[kept].tolist(), [batch.generations[at] for at in kept])
+        failed = next(filter(None, errors), None)
+        if failed:
+            self._access.trouble(self._access.writing, failed)
+        else:
+            self._access.ended(self._access.writing, *self._cost(began, batch))
+        return there
+
+    def _read(self, batch: Batch) -> list[str]:
+        began = self._clock()
+        batch.generations = self.slots.generations(batch.offsets)
+        for index, generation in enumerate(batch.generations):
+            if generation <= EMPTY:
+                batch.verdicts[index] = "missing"
+        runs = batch.runs(self.options.threads)
+        errors = self._run(batch.read_run, runs)
+        verdicts = batch.verdicts
+        tried = [verdict for verdict in verdicts if verdict != "missing"]
+        broken = bool(tried) and all(verdict == "unreadable" for verdict in tried)
+        if broken:  # the device, not a bad spot on it
+            self._access.trouble(self._access.reading, next(filter(None, errors)))
+            return verdicts
+        for index, verdict in enumerate(verdicts):
+            if verdict in (GOOD, "missing"):
+                continue
+            offset, generation = int(batch.offsets[index]), batch.generations[index]
+            if self.slots.quarantine(offset, generation):
+                logger.error("disk tier: the block at %d is dropped: %s is wrong", offset, verdict)
+        if tried:
+            self._access.ended(self._access.reading, *self._cost(began, batch))
+        return verdicts
+
+    def _run(
+        self, job: Callable[[list[int]], OSError | None], runs: list[list[int]]
+    ) -> list[OSError | None]:
+        """Do ``job`` for every run on the threads; return when all have ended, whatever happens."""
+        if len(runs) < 2:
+            return [job(run) for run in runs]
+        futures = [self._executor.submit(job, run) for run in runs]
+        wait(futures)
+        return [future.result() for future in futures]
+
+    def _number(self, directory: Directory, batch: Batch) -> dict[bytes, int]:
+        """Return the manifest's number of each namespace of ``batch``."""
+        wanted = {block.namespace.digest: block.namespace for block in batch.blocks}
+        new = {digest: wanted[digest] for digest in wanted if digest not in self._numbers}
+        if new:
+            encoded = {digest: encode_namespace(namespace) for digest, namespace in new.items()}
+            self._numbers |= directory.manifest.names(encoded)
+        return self._numbers
+
+    def _delete_stale(self, directory: Directory, *, lasting: bool) -> None:
+        stale = self.slots.stale()
+        if stale:
+            directory.delete(stale, lasting=lasting)
+            self.slots.deleted(stale)
+
+    def _ready(self, side: Health) -> bool:
+        return self._access.ready(side, self._resume)
+
+    def _resume(self, directory: Directory) -> None:
+        """Go on with a directory that was opened anew: what it lost is missing from here on."""
+        self.slots.keep_only(directory.generations())
+        self._numbers.clear()
+        self._generation = max(self._generation, directory.generation)
+
+    def _cost(self, began: float, batch: Batch) -> tuple[float, int]:
+        """Seconds since ``began``, and bytes of ``batch``."""
+        return self._clock() - began, int(batch.sizes.sum())
+
+    def _occupy(self, found: Sequence[RecoveredNamespace]) -> None:
+        offsets = np.concatenate([block.offsets for block in found])
+        sizes = np.concatenate([np.full(len(block), block.slot_bytes) for block in found])
+        generations = np.concatenate([block.generations for block in found])
+        order = np.argsort(offsets)
+        self.slots.occupy(offsets[order], sizes[order], generations[order])
+
+
+def _batches(blocks: Sequence[BlockIdentity]) -> Iterator[tuple[int, int]]:
+    """Cut ``blocks`` into ranges that fit into one transaction of the manifest."""
+    start, key_bytes = 0, 0
+    for index, block in enumerate(blocks):
+        key_bytes += len(block.key)
+        if index - start == MAX_BATCH_ROWS or (key_bytes > MAX_BATCH_KEY_BYTES and index > start):
+            yield start, index
+            start, key_bytes = index, len(block.key)
+    if start < len(blocks):
+        yield start, len(blocks)
+
+
+def _row(batch: Batch, index: int, numbers: dict[bytes, int]) -> Row:
+    block = batch.blocks[index]
+    return Row(
+        page_of(int(batch.offsets[index])),
+        numbers[block.namespace.digest],
+        block.position,
+        block.parent,
+        block.digest,
+        block.key,
+        signed(batch.checksums[index]),
+        block.block_bytes,
+        block.block_bytes,
+        batch.generations[index],
+    )

@@ -1,0 +1,89 @@
+"""Slots of the disk: none is lost, bad ones stay out of use, and a restart finds the same ones in use."""
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstore.tiers.disk.slots import EMPTY, LOST, Slots
+
+PAGE = 4096
+
+
+def test_a_released_slot_can_be_had_again_and_its_row_is_stale():
+    slots = Slots(8 * PAGE)
+    offsets = slots.allocate(2 * PAGE, 9)
+    assert offsets.tolist() == [0, 2 * PAGE, 4 * PAGE, 6 * PAGE]
+    slots.stored([0], [5])
+    slots.release(offsets[:2])
+    assert slots.stale() == [0], "the second one was never written"
+    assert slots.allocate(2 * PAGE, 9).tolist() == [0, 2 * PAGE]
+    slots.check_invariants()
+
+
+def test_a_slab_that_is_emptied_serves_slots_of_another_size():
+    slots = Slots(128 * PAGE)
+    assert slots.capacity_slots(PAGE) == 128
+    small = slots.allocate(PAGE, 128)
+    assert not len(slots.allocate(2 * PAGE, 1))
+    start, stop = slots.slabs(PAGE)[0]
+    slots.release(small[(small >= start) & (small < stop)])
+    assert slots.allocate(2 * PAGE, 9).tolist() == [start]
+    slots.check_invariants()
+
+
+def test_a_bad_slot_stays_out_of_use():
+    slots = Slots(4 * PAGE)
+    offsets = slots.allocate(2 * PAGE, 2)
+    slots.stored(offsets.tolist(), [1, 2])
+    assert not slots.quarantine(0, 7), "another block is there by now"
+    assert slots.quarantine(0, 1)
+    assert not slots.quarantine(0, 1)
+    assert slots.generations(offsets) == [LOST, 2]
+    slots.stored([0], [9])
+    assert slots.generations(offsets) == [LOST, 2]
+    slots.release(offsets)
+    slots.check_invariants()
+    assert slots.stale() == [0, 2 * PAGE]
+    assert slots.allocate(2 * PAGE, 9).tolist() == [2 * PAGE]
+    assert slots.bad_bytes == 2 * PAGE
+
+
+def test_a_directory_that_came_back_without_some_rows():
+    slots = Slots(8 * PAGE)
+    offsets = slots.allocate(2 * PAGE, 3)
+    slots.stored(offsets.tolist(), [1, 2, 3])
+    slots.keep_only({0: 1, 2 * PAGE: 9, 6 * PAGE: 4})
+    assert slots.generations(offsets) == [1, LOST, LOST]
+    assert slots.generations(np.array([6 * PAGE])) == [EMPTY]
+    assert slots.stale() == [2 * PAGE, 6 * PAGE]
+    slots.deleted([2 * PAGE, 6 * PAGE])
+    slots.release(offsets)
+    slots.check_invariants()
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 5), st.integers(1, 40), st.floats(0, 1)), min_size=1, max_size=12
+    ),
+    st.integers(0, 2**32 - 1),
+)
+def test_a_restart_finds_the_same_slots_in_use(steps, seed):
+    rng = np.random.default_rng(seed)
+    slots, sizes = Slots(300 * PAGE), {}
+    for pages, count, keep in steps:
+        for offset in slots.allocate(pages * PAGE, count).tolist():
+            sizes[offset] = pages * PAGE
+        gone = [offset for offset in sizes if rng.random() > keep]
+        slots.release(np.array(gone, np.int64))
+        sizes = {offset: size for offset, size in sizes.items() if offset not in gone}
+    slots.check_invariants()
+    again = Slots(300 * PAGE)
+    offsets = np.array(sorted(sizes), np.int64)
+    again.occupy(offsets, np.array([sizes[at] for at in offsets.tolist()], np.int64), offsets + 1)
+    again.check_invariants()
+    assert again.used_bytes == slots.used_bytes
+    assert again.num_live == len(sizes)
+    again.release(offsets)
+    again.check_invariants()
+    assert len(again.allocate(PAGE, 300)) == 300, "when all is free again, all can be had"
+    again.check_invariants()
