@@ -28,6 +28,10 @@ class UsageError(KVStoreError, ValueError):
     """The caller broke the contract of a public function."""
 
 
+class CodecError(KVStoreError):
+    """A block cannot be encoded within the codec's bound, or stored bytes are not what it has encoded."""
+
+
 class TooLargeError(KVStoreError):
     """The request is larger than the whole pool, so waiting would never help."""
 
