@@ -407,7 +407,7 @@ class TestInterruptions:
         asking.join()
         assert failures(store) == {"unreachable": 1, "closed": 1}
         assert store.counters()["connects",] == 0
-        assert [record.message[:7] for record in caplog.records] == ["not yet"]
+        assert [record.message[:16] for record in caplog.records] == ["kvstore: not yet"]
         wait_until(lambda: num_clients(daemon) == 0)
 
     def test_closed_while_it_connects_with_asyncio(self, daemon, gate, monkeypatch):
