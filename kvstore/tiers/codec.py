@@ -10,9 +10,9 @@ knows nothing of tiers. What it stores carries no length and no checksum: the ti
   element: a whole number of ``[-127, 127]``, or an 8-bit float of 4 exponent and 3 mantissa bits
   (P. Micikevicius et al., "FP8 Formats for Deep Learning", 2022).
 
-Bounds are those before a result is rounded to the dtype of the layout, for heads whose largest element is above
-1e-35. A lossy codec refuses what it cannot bound: layouts of an engine's own byte order, elements that are no
-floats of two bytes or more, numbers that are not finite.
+Bounds are those before results are rounded, to float32 and to the dtype of the layout, for heads whose
+largest element is above 1e-35. A lossy codec refuses what it cannot bound: layouts of an engine's own byte
+order, elements that are no floats of two bytes or more, numbers that are not finite in float32.
 """
 
 from __future__ import annotations
@@ -163,11 +163,14 @@ class _Scaled(Codec):
 
     def encode(self, block: Block) -> bytes:
         """Return scales, float32, and elements, one byte each."""
-        numbers = block.view(self._dtype).reshape(self._heads).astype(np.float32)
+        with np.errstate(over="ignore"):  # of float64: infinite, and refused
+            numbers = block.view(self._dtype).reshape(self._heads).astype(np.float32)
         scales = np.abs(numbers).max(axis=-1, keepdims=True) / np.float32(self.largest)
         if not np.isfinite(scales).all():
             raise CodecError(f"codec {self.name!r} cannot store numbers that are not finite")
-        scales = np.maximum(scales, np.finfo(np.float32).tiny)
+        limits = np.finfo(np.float32)
+        most = np.nextafter(limits.max / np.float32(self.largest), np.float32(0))
+        scales = np.clip(scales, limits.tiny, most)
         stored: bytes = scales.tobytes() + self._to_bytes(numbers / scales).tobytes()
         return stored
 

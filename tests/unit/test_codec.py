@@ -134,9 +134,11 @@ def test_the_bound_is_reached(name):
 
 @pytest.mark.parametrize("name", LOSSY)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("number", [0.0, 1e-42, -1e-30, 60000.0])
+@pytest.mark.parametrize("number", [0.0, 1e-42, -1e-30, 60000.0, float(np.finfo(np.float32).max)])
 def test_heads_of_one_number(name, dtype, number):
+    """Up to the largest one that there is."""
     shape = layout(dtype)
+    number = min(number, float(ml_dtypes.finfo(FLOATS[dtype]).max))
     block = np.full(shape.shape, number).astype(FLOATS[dtype]).reshape(-1)
     back = there_and_back(make(name, shape), block.view(np.uint8)).view(FLOATS[dtype])
     numbers = block.astype(np.float64).reshape(shape.shape)
@@ -152,6 +154,13 @@ def test_lossy_codecs_refuse_what_is_not_finite(name, number):
     numbers[17] = number
     with pytest.raises(CodecError, match="not finite"):
         make(name, shape).encode(numbers.view(np.uint8))
+
+
+@pytest.mark.parametrize("name", LOSSY)
+def test_lossy_codecs_refuse_what_float32_does_not_have(name):
+    shape = layout("float64")
+    with pytest.raises(CodecError, match="not finite"):
+        make(name, shape).encode(np.full(shape.block_bytes // 8, 1e300).view(np.uint8))
 
 
 @pytest.mark.parametrize("name", LOSSY)

@@ -5,12 +5,14 @@ import os
 import shutil
 import sqlite3
 import tempfile
+import threading
 from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from kvstore.blocks import FIRST_CHECKSUM
 from kvstore.errors import ConfigError
 from kvstore.namespace import KVLayout, Namespace
 from kvstore.testing import FakeClock, pattern
@@ -629,6 +631,22 @@ class TestDamage:
         )
         store.close()
 
+    @pytest.mark.parametrize("epoch", ["DELETE", -3, 2**31 - 1, 2**63 - 1, 0.5, "'none'"])
+    def test_a_manifest_without_a_number_of_openings_means_a_fresh_start(self, path, epoch):
+        self.filled(path)
+        with sqlite3.connect(path / "manifest.db") as connection:
+            connection.execute("DELETE FROM facts WHERE name = 'epoch'")
+            if epoch != "DELETE":
+                with suppress(sqlite3.IntegrityError):
+                    connection.execute(f"INSERT INTO facts VALUES ('epoch', {epoch})")
+        connection.close()
+        store = opened(path)
+        assert everything(store)[1] == []
+        offsets, blocks, stored = put(store, LARGE, prompt(LARGE, 3, 12))
+        assert stored.all()
+        assert get(store, offsets, blocks) == ["good"] * 12
+        store.close()
+
     @pytest.mark.parametrize("kind", ["missing", "empty", "garbage", "half", "other"])
     def test_a_manifest_that_is_of_no_use_means_a_fresh_start(self, path, kind, caplog):
         self.filled(path)
@@ -700,6 +718,7 @@ class TestDamage:
             ("parent = zeroblob(16) WHERE position = 0", set()),
             ("slot = slot + 1 WHERE position = 11", None),
             ("payload_bytes = 7", set()),
+            ("position = -1 WHERE position = 0", set()),
             ("namespace = 99", set()),
         ]:
             kept = (path / "manifest.db").read_bytes()
@@ -717,6 +736,38 @@ class TestDamage:
                 assert set(verdicts) <= {"good"}
             store.close()
             (path / "manifest.db").write_bytes(kept)
+
+
+def test_numbers_that_stand_for_no_checksum_are_not_taken_for_one(path):
+    store = opened(path)
+    key = prompt(SMALL, 0, 3)
+    blocks = list(identities(SMALL, key, checksums=[0, 5, FIRST_CHECKSUM - 1]))
+    offsets = store.allocate(slot_bytes_of(SMALL), 3)
+    assert store.write(offsets, blocks, contents(SMALL, key)).all()
+    assert get(store, offsets, blocks) == ["good"] * 3
+    assert get(store, offsets, list(identities(SMALL, key))) == ["good"] * 3
+    store.close()
+
+
+def test_a_store_that_cannot_have_its_threads_does_not_open(path, monkeypatch):
+    """It must not find out in the middle of a batch, when some calls are under way."""
+    start, started = threading.Thread.start, []
+
+    def refuse_the_second(thread):
+        if thread.name.startswith("kvstore-disk"):
+            started.append(thread)
+            if len(started) == 2:
+                raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse_the_second)
+        with pytest.raises(ConfigError, match="can't start new thread"):
+            opened(path)
+    store = opened(path)  # the lock is free again
+    names = [t.name for t in threading.enumerate() if t.name.startswith("kvstore-disk")]
+    assert len(names) == OPTIONS.threads
+    store.close()
 
 
 class TestTrouble:

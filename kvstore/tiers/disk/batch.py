@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvstore.blocks import NO_CHECKSUM
+from kvstore.blocks import FIRST_CHECKSUM
 from kvstore.tiers.arena import slot_bytes as whole_pages
 from kvstore.tiers.disk.format import (
     GOOD,
@@ -91,7 +91,7 @@ class Batch:
         buffers: list[Pages] = []
         for index in run:
             block, payload = self.blocks[index], self._payloads[index]
-            if self.checksums[index] == NO_CHECKSUM:
+            if self.checksums[index] < FIRST_CHECKSUM:
                 self.checksums[index] = checksum_of(payload[: block.block_bytes])
             header = aligned(header_bytes(len(block.key)))
             encoded = encode_header(block, self.checksums[index], self.generations[index])

@@ -51,7 +51,7 @@ class BlockIdentity:
     key: bytes
     """``namespace.key_bytes`` bytes: what the index compares."""
     checksum: int = NO_CHECKSUM
-    """:func:`checksum_of` the payload, or ``NO_CHECKSUM`` where it is not known."""
+    """:func:`checksum_of` the payload, or a number below ``FIRST_CHECKSUM`` where it is not known."""
 
     @property
     def block_bytes(self) -> int:
@@ -177,7 +177,7 @@ def check(
     """
     data = header.tobytes()
     found = _Fields(*_HEADER.unpack_from(data))
-    checksum = found.checksum if block.checksum == NO_CHECKSUM else block.checksum
+    checksum = found.checksum if block.checksum < FIRST_CHECKSUM else block.checksum
     if data != encode_header(block, checksum, generation):
         return _reason(data, found, block, generation)
     return GOOD if checksum_of(payload) == checksum else "payload"
@@ -209,7 +209,7 @@ def _reason(data: bytes, found: _Fields, block: BlockIdentity, generation: int) 
         ),
         ("codec", found.codec == CODEC_NONE),
         ("generation", found.generation == generation),
-        ("checksum", block.checksum in (NO_CHECKSUM, found.checksum)),
+        ("checksum", block.checksum < FIRST_CHECKSUM or block.checksum == found.checksum),
     )
     return next((name for name, right in checks if not right), "header")
 

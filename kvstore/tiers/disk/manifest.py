@@ -30,6 +30,7 @@ NAME = "manifest.db"
 _READ_WRITE_CREATE = os.O_RDWR | os.O_CREAT
 VERSION = 1
 PAGE_BYTES = 4096
+LAST_EPOCH = 2**31 - 1
 WAL_PAGES = 128
 """Pages of the log after which it is written back."""
 MAX_BATCH_ROWS = 256
@@ -151,6 +152,9 @@ class Manifest:
         facts = dict(self._fetch("SELECT name, value FROM facts"))
         if (facts.get("version"), facts.get("segment_bytes")) != (VERSION, segment_bytes):
             raise sqlite3.DatabaseError(f"the manifest is for other files: {facts}")
+        epoch = facts.get("epoch")
+        if not isinstance(epoch, int) or not 0 <= epoch < LAST_EPOCH:
+            raise sqlite3.DatabaseError(f"the manifest has no number for its next opening: {facts}")
         if self._fetch("PRAGMA page_count")[0][0] * PAGE_BYTES > max_bytes:
             raise sqlite3.DatabaseError(f"the manifest has more than {max_bytes} bytes")
 

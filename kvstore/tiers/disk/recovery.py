@@ -163,7 +163,7 @@ def _linked(namespace: Namespace, columns: _Columns, mine: NDArray[np.intp]) -> 
     for row, position in zip(rows.tolist(), columns.positions[rows].tolist(), strict=True):
         parent, digest, key = parents[row], digests[row], keys[row]
         up = index_of.get(parent)
-        if up is None or digest in index_of or len(key) != stride:
+        if up is None or digest in index_of or len(key) != stride or position < 0:
             continue
         if block_digest(parent, position, key) != digest:
             continue

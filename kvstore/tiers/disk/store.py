@@ -91,6 +91,7 @@ class DiskStore:
         if self._found:
             self._occupy(self._found)
         self._executor = ThreadPoolExecutor(options.threads, "kvstore-disk")
+        self._start_threads()
 
     # -- what is there --------------------------------------------------------------------------
 
@@ -285,6 +286,17 @@ class DiskStore:
         futures = [self._executor.submit(job, run) for run in runs]
         wait(futures)
         return [future.result() for future in futures]
+
+    def _start_threads(self) -> None:
+        """Have all threads now: one that cannot be had in a batch would leave calls behind it."""
+        together = threading.Barrier(self.options.threads)
+        try:
+            for _ in range(self.options.threads):
+                self._executor.submit(together.wait)
+        except RuntimeError as error:
+            together.abort()
+            self.close()
+            raise ConfigError(f"disk={self.options.threads} threads: {error}") from error
 
     def _number(self, directory: Directory, batch: Batch) -> dict[bytes, int]:
         """Return the manifest's number of each namespace of ``batch``."""
