@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.config import VllmConfig
 
-from engine_plugin.vllm.connector import check_speculation
+from engine_plugin.vllm.connector import check_speculation, minor_version
 from engine_plugin.vllm.options import check_names, parse_options
 from engine_plugin.vllm.prompts import engine_settings, model_digest
 from kvstore.errors import UsageError
@@ -98,7 +98,7 @@ def _layout(
     if chunk_bytes % tokens or tokens > MAX_BLOCK_TOKENS:  # rows end on a page of memory
         tokens = 1
     parts = (
-        _version(),
+        minor_version(),
         _device(),
         str(vllm_config.model_config.dtype),
         config.model.dtype,
@@ -132,12 +132,6 @@ def _ranks(config: OffloadingConfig) -> tuple[int, ...]:
     if config.canonical_layout and ranks.is_parallelism_agnostic:
         return (1, 1, 1, 1, 1)
     return (ranks.world_size, ranks.tp_size, ranks.pp_size, ranks.pcp_size, ranks.dcp_size)
-
-
-def _version() -> str:
-    import vllm
-
-    return ".".join(vllm.__version__.split(".")[:2])
 
 
 def _device() -> str:

@@ -363,7 +363,7 @@ def look_at(
             type(first.impl).__qualname__,
             str(getattr(first, "isa", "")),
             str(kv_cache_config.kv_cache_layout),
-            ".".join(_version().split(".")[:2]),
+            minor_version(),
         )
     )
     head_dims = (spec.head_size, spec.head_size_v)
@@ -386,7 +386,8 @@ def _share_log() -> None:
         client.setLevel(logging.getLogger("vllm").level)
 
 
-def _version() -> str:
+def minor_version() -> str:
+    """Return vLLM's version without what changes no byte order, such as ``0.32``."""
     import vllm
 
-    return vllm.__version__
+    return ".".join(vllm.__version__.split(".")[:2])

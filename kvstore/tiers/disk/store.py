@@ -296,7 +296,7 @@ class DiskStore:
         except RuntimeError as error:
             together.abort()
             self.close()
-            raise ConfigError(f"disk={self.options.threads} threads: {error}") from error
+            raise ConfigError(f"threads={self.options.threads}: {error}") from error
 
     def _number(self, directory: Directory, batch: Batch) -> dict[bytes, int]:
         """Return the manifest's number of each namespace of ``batch``."""

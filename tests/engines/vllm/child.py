@@ -91,20 +91,27 @@ def _start(options: EngineOptions) -> Any:
         "kv_connector_extra_config": {"url": options.url, **options.connector},
     }
     return LLM(
-        options.model,
-        dtype=options.dtype,
+        **arguments(options),
         tensor_parallel_size=options.ranks,
-        enforce_eager=True,
-        skip_tokenizer_init=True,
-        disable_log_stats=False,
-        block_size=options.block_tokens,
-        num_gpu_blocks_override=options.num_blocks,
         max_model_len=options.max_model_tokens,
         max_num_batched_tokens=options.max_batched_tokens,
-        enable_prefix_caching=options.prefix_caching,
-        prefix_caching_hash_algo="sha256_cbor",
         kv_transfer_config=connector if options.url else None,
     )
+
+
+def arguments(options: EngineOptions) -> dict[str, Any]:
+    """Return what every engine is started with, whatever its connector."""
+    return {
+        "model": options.model,
+        "dtype": options.dtype,
+        "enforce_eager": True,
+        "skip_tokenizer_init": True,
+        "disable_log_stats": False,
+        "block_size": options.block_tokens,
+        "num_gpu_blocks_override": options.num_blocks,
+        "enable_prefix_caching": options.prefix_caching,
+        "prefix_caching_hash_algo": "sha256_cbor",
+    }
 
 
 def _hold_loads(gate: Path) -> None:

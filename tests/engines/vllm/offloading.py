@@ -111,16 +111,8 @@ def start(options: EngineOptions) -> Any:
         "secondary_tiers": [tier],
     }
     return LLM(
-        options.model,
-        dtype=options.dtype,
-        enforce_eager=True,
-        skip_tokenizer_init=True,
-        disable_log_stats=False,
-        block_size=options.block_tokens,
-        num_gpu_blocks_override=options.num_blocks,
+        **child.arguments(options),
         max_model_len=options.max_model_tokens,
-        enable_prefix_caching=options.prefix_caching,
-        prefix_caching_hash_algo="sha256_cbor",
         kv_transfer_config={
             "kv_connector": "OffloadingConnector",
             "kv_role": "kv_both",
