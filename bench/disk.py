@@ -112,7 +112,7 @@ class Sides:
     def write(self, number: int) -> None:
         """Give a batch back, and write a new one into its slots."""
         place = number % BATCHES
-        self.store.release(self.offsets[place])
+        self.store.release(self.slot_size, self.offsets[place])
         self._prompts += 1
         tokens = np.arange(self.count * BLOCK_TOKENS, dtype=np.int32)
         tokens[0] = self._prompts
@@ -162,7 +162,7 @@ class Sides:
     def close(self) -> None:
         """Give the slots back."""
         for offsets in self.offsets:
-            self.store.release(offsets)
+            self.store.release(self.slot_size, offsets)
         self._threads.shutdown()
 
 

@@ -55,7 +55,7 @@ def work(path, seed):
             old, places = held.pop(int(rng.integers(len(held))))
             keep = int(rng.integers(len(old)))
             say("-", old[keep:])
-            store.release(places[keep:])
+            store.release(slot_bytes_of(old[0].namespace), places[keep:])
             if keep:
                 held.append((old[:keep], places[:keep]))
             more = store.allocate(slot_bytes_of(namespace), len(blocks) - len(offsets))

@@ -67,7 +67,7 @@ class DiskMachine(RuleBasedStateMachine):
         if not stored.all():
             assert self.store.off["write"]
             stop = int(stored.argmin())
-            self.store.release(offsets[stop:])
+            self.store.release(slot_bytes_of(namespace), offsets[stop:])
             missing = missing[:stop]
         self.model |= zip(missing, offsets.tolist(), strict=False)
         self.bad.difference_update(self.model[block] for block in missing)
@@ -84,7 +84,8 @@ class DiskMachine(RuleBasedStateMachine):
             if block in self.model:
                 gone.append(block)
                 left += self.children(block)
-        self.store.release(np.array([self.model.pop(block) for block in gone], np.int64))
+        offsets = np.array([self.model.pop(block) for block in gone], np.int64)
+        self.store.release(slot_bytes_of(first[0]), offsets)
 
     @rule()
     def read(self):
@@ -107,7 +108,7 @@ class DiskMachine(RuleBasedStateMachine):
     def drop(self, block):
         """Release a damaged block, and what hangs from it."""
         if block in self.model:
-            self.store.release(np.array([self.model.pop(block)]))
+            self.store.release(slot_bytes_of(block[0]), np.array([self.model.pop(block)]))
             for child in self.children(block):
                 self.drop(child)
 
@@ -175,11 +176,10 @@ class DiskMachine(RuleBasedStateMachine):
 
     @invariant()
     def nothing_is_lost(self):
-        """The slots in use are those of the model, and those that were set aside."""
+        """The slots in use are those of the model."""
         self.store.check_invariants()
         sizes = sum(slot_bytes_of(namespace) for namespace, _ in self.model)
-        used = self.store.slots.used_bytes
-        assert sizes <= used <= sizes + self.store.slots.bad_bytes
+        assert self.store.slots.used_bytes == sizes
 
     def teardown(self):
         self.system.fault = None

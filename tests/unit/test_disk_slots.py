@@ -9,12 +9,19 @@ from kvstore.tiers.disk.slots import EMPTY, LOST, Slots
 PAGE = 4096
 
 
+def let_go(slots, sizes):
+    """Release slots of several sizes: offset → size."""
+    for size in set(sizes.values()):
+        mine = [offset for offset in sizes if sizes[offset] == size]
+        slots.release(size, np.array(mine, np.int64))
+
+
 def test_a_released_slot_can_be_had_again_and_its_row_is_stale():
     slots = Slots(8 * PAGE)
     offsets = slots.allocate(2 * PAGE, 9)
     assert offsets.tolist() == [0, 2 * PAGE, 4 * PAGE, 6 * PAGE]
     slots.stored([0], [5])
-    slots.release(offsets[:2])
+    slots.release(2 * PAGE, offsets[:2])
     assert slots.stale() == [0], "the second one was never written"
     assert slots.allocate(2 * PAGE, 9).tolist() == [0, 2 * PAGE]
     slots.check_invariants()
@@ -26,7 +33,7 @@ def test_a_slab_that_is_emptied_serves_slots_of_another_size():
     small = slots.allocate(PAGE, 128)
     assert not len(slots.allocate(2 * PAGE, 1))
     start, stop = slots.slabs(PAGE)[0]
-    slots.release(small[(small >= start) & (small < stop)])
+    slots.release(PAGE, small[(small >= start) & (small < stop)])
     assert slots.allocate(2 * PAGE, 9).tolist() == [start]
     slots.check_invariants()
 
@@ -41,11 +48,32 @@ def test_a_bad_slot_stays_out_of_use():
     assert slots.generations(offsets) == [LOST, 2]
     slots.stored([0], [9])
     assert slots.generations(offsets) == [LOST, 2]
-    slots.release(offsets)
+    assert slots.used_bytes == 4 * PAGE, "bad, but held"
+    slots.release(2 * PAGE, offsets)
+    assert slots.used_bytes == 0
     slots.check_invariants()
     assert slots.stale() == [0, 2 * PAGE]
     assert slots.allocate(2 * PAGE, 9).tolist() == [2 * PAGE]
-    assert slots.bad_bytes == 2 * PAGE
+    assert slots.bad_bytes == slots.used_bytes == 2 * PAGE
+    slots.release(PAGE, slots.allocate(PAGE, 1))
+    slots.check_invariants()
+
+
+def test_a_slab_with_a_bad_slot_is_not_offered_for_emptying():
+    slots = Slots(128 * PAGE)
+    offsets = slots.allocate(PAGE, 128)
+    (first, *_), bad = slots.slabs(PAGE), int(offsets[1])
+    slots.stored([bad], [1])
+    assert slots.quarantine(bad, 1)
+    slots.release(PAGE, offsets)
+    assert first not in slots.slabs(PAGE)
+    assert len(slots.slabs(PAGE)) == 63
+    taken, missing = slots.allocate_outside(PAGE, 2, 0, 120 * PAGE)
+    assert not missing
+    assert (taken >= 120 * PAGE).all()
+    assert slots.generations(taken) == [EMPTY, EMPTY]
+    assert slots.used_bytes == 2 * PAGE
+    slots.check_invariants()
 
 
 def test_a_directory_that_came_back_without_some_rows():
@@ -57,7 +85,7 @@ def test_a_directory_that_came_back_without_some_rows():
     assert slots.generations(np.array([6 * PAGE])) == [EMPTY]
     assert slots.stale() == [2 * PAGE, 6 * PAGE]
     slots.deleted([2 * PAGE, 6 * PAGE])
-    slots.release(offsets)
+    slots.release(2 * PAGE, offsets)
     slots.check_invariants()
 
 
@@ -74,7 +102,7 @@ def test_a_restart_finds_the_same_slots_in_use(steps, seed):
         for offset in slots.allocate(pages * PAGE, count).tolist():
             sizes[offset] = pages * PAGE
         gone = [offset for offset in sizes if rng.random() > keep]
-        slots.release(np.array(gone, np.int64))
+        let_go(slots, {offset: sizes[offset] for offset in gone})
         sizes = {offset: size for offset, size in sizes.items() if offset not in gone}
     slots.check_invariants()
     again = Slots(300 * PAGE)
@@ -83,7 +111,7 @@ def test_a_restart_finds_the_same_slots_in_use(steps, seed):
     again.check_invariants()
     assert again.used_bytes == slots.used_bytes
     assert again.num_live == len(sizes)
-    again.release(offsets)
+    let_go(again, sizes)
     again.check_invariants()
     assert len(again.allocate(PAGE, 300)) == 300, "when all is free again, all can be had"
     again.check_invariants()

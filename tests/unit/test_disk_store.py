@@ -26,6 +26,7 @@ OPTIONS = DiskOptions(
 )
 SMALL = Namespace(b"small", KVLayout(1, 1, 8, "float16", 4))
 LARGE = Namespace(b"large", KVLayout(3, 5, 33, "float32", 16), tenant="t", salt="s")
+SMALL_SLOT = slot_bytes_of(SMALL)
 
 
 @pytest.fixture
@@ -82,6 +83,13 @@ def expected(block):
         if block.position < len(blocks) and blocks[block.position].digest == block.digest:
             found.append(contents(block.namespace, key)[block.position].tobytes())
     return found
+
+
+def let_go(store, offsets, blocks, which=slice(None)):
+    """Release the slots of ``which`` blocks."""
+    sizes = np.array([slot_bytes_of(block.namespace) for block in blocks], np.int64)[which]
+    for size in set(sizes.tolist()):
+        store.release(size, offsets[which][sizes == size])
 
 
 def everything(store):
@@ -179,12 +187,12 @@ class TestWritingAndReading:
         system = FaultySystem()
         store = opened(path, system)
         offsets, blocks, _ = put(store, SMALL, prompt(SMALL, 0, 12))
-        store.release(offsets)
+        store.release(SMALL_SLOT, offsets)
         assert get(store, offsets, blocks) == ["missing"] * 12
         system.calls.clear()
         put(store, SMALL, prompt(SMALL, 1, 12))
         assert system.calls.index("commit") < system.calls.index("write")
-        store.release(store.allocate(4096, 1))
+        store.release(4096, store.allocate(4096, 1))
         store.close()
         store = opened(path)
         assert {block.key for block in everything(store)[1]} == {
@@ -205,7 +213,7 @@ class TestWritingAndReading:
         store = opened(path, system)
         put(store, SMALL, prompt(SMALL, 0, 12))
         offsets, _, _ = put(store, SMALL, prompt(SMALL, 1, 12))
-        store.release(offsets)
+        store.release(SMALL_SLOT, offsets)
         system.levels, system.calls = (), []
         put(store, SMALL, prompt(SMALL, 2, 12))
         assert system.levels == ("normal", "full")
@@ -219,7 +227,7 @@ class TestWritingAndReading:
         offsets = store.allocate(size, 10_000)
         assert len(offsets) == store.capacity_bytes // size
         assert not len(store.allocate(size, 1))
-        store.release(offsets)
+        store.release(size, offsets)
         store.check_invariants()
         store.close()
 
@@ -263,7 +271,7 @@ class TestBudget:
             offsets = rng.permutation(store.allocate(slot_bytes_of(namespace), 600))
             payloads = [np.zeros(layout.block_bytes, np.uint8)] * 600
             assert store.write(offsets, blocks, payloads).all()
-            store.release(offsets[::2])
+            store.release(slot_bytes_of(namespace), offsets[::2])
             assert store.flush()
         assert (1 << 19) < system.log_bytes <= LOG_BYTES
         assert files(path)["manifest.db"].st_size <= options.list_bytes
@@ -391,9 +399,9 @@ class TestFailingCalls:
             }
             verdicts = get(store, offsets, blocks)
             assert not any(verdict == "good" for verdict in np.array(verdicts)[~stored])
-            store.release(offsets[~stored])
+            let_go(store, offsets, blocks, ~stored)
             if namespace == SMALL:
-                store.release(forgotten[0])
+                let_go(store, *forgotten[:2])
         return kept
 
     @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EROFS])
@@ -408,7 +416,7 @@ class TestFailingCalls:
             clock.advance(2.0)
             offsets, _, stored = put(store, SMALL, prompt(SMALL, 7, 12))
             assert stored.all(), f"works again after call {number} failed"
-            store.release(offsets)
+            store.release(SMALL_SLOT, offsets)
             store.check_invariants()
             store.close()
             store = opened(path)
@@ -434,7 +442,7 @@ class TestFailingCalls:
             offsets, blocks = everything(store)
             assert set(get(store, offsets, blocks)) <= {"good"}, f"after death at call {number}"
             assert kept.keys() <= {block.digest for block in blocks}
-            store.release(offsets)
+            let_go(store, offsets, blocks)
             assert store.slots.used_bytes == 0
             store.close()
             shutil.rmtree(path)
@@ -464,7 +472,7 @@ class TestFailingCalls:
         system.commit = commit
         offsets, _, stored = put(store, SMALL, prompt(SMALL, 1, 12))
         assert not stored.any()
-        store.release(offsets)
+        store.release(SMALL_SLOT, offsets)
         system.commit = real
         clock.advance(2.0)
         put(store, LARGE, prompt(LARGE, 2, 12))
@@ -507,14 +515,15 @@ class TestFailingCalls:
         for first in range(30):
             namespace = (SMALL, LARGE)[first % 2]
             offsets, blocks, stored = put(store, namespace, prompt(namespace, first, 12))
-            store.release(offsets[~stored])
+            let_go(store, offsets, blocks, ~stored)
             kept |= {
                 block.digest: (offset, block)
                 for offset, block, is_stored in zip(offsets.tolist(), blocks, stored, strict=True)
                 if is_stored
             }
             for digest in [digest for digest in kept if rng.random() < 0.2]:
-                store.release(np.array([kept.pop(digest)[0]]))
+                offset, block = kept.pop(digest)
+                let_go(store, np.array([offset]), [block])
             store.check_invariants()
             clock.advance(float(rng.random() * 40))
         assert store.troubles["write", "no_space"]
@@ -571,12 +580,13 @@ class TestDamage:
         assert verdicts == ["good"] * 3 + [reason] + ["good"] * 20
         assert store.counts["read_blocks", reason] == 1
         assert not any(store.off.values()), "one bad block is no reason to turn the disk off"
-        store.release(offsets)
+        let_go(store, offsets, blocks)
         store.check_invariants()
-        assert store.slots.used_bytes == slot_bytes_of(blocks[3].namespace), "set aside"
+        assert store.slots.used_bytes == 0
+        assert store.slots.bad_bytes == slot_bytes_of(blocks[3].namespace), "set aside"
         store.close()
         store = opened(path)
-        assert store.slots.used_bytes == 0
+        assert store.slots.bad_bytes == store.slots.used_bytes == 0
         store.close()
 
     def test_a_block_in_the_wrong_place(self, path):
@@ -786,7 +796,7 @@ class TestTrouble:
             calls = system.calls.count("write")
             offsets, _, stored = put(store, SMALL, prompt(SMALL, 1, 12))
             assert not stored.any()
-            store.release(offsets)
+            store.release(SMALL_SLOT, offsets)
             if system.calls.count("write") > calls:
                 tries.append(clock.now_s)
             clock.advance(0.5)
@@ -834,11 +844,11 @@ class TestTrouble:
         path.rename(path.with_name("away"))
         fresh, _, stored = put(store, SMALL, prompt(SMALL, 1, 12))
         assert not stored.any()
-        store.release(fresh)
+        store.release(SMALL_SLOT, fresh)
         clock.advance(2.0)
         fresh, _, stored = put(store, SMALL, prompt(SMALL, 1, 12))
         assert not stored.any()
-        store.release(fresh)
+        store.release(SMALL_SLOT, fresh)
         assert store.troubles["write", "vanished"] == 2
         assert not path.exists(), "never made anew: a mount may be missing"
         assert get(store, offsets, blocks) == ["off"] * 12
@@ -851,7 +861,7 @@ class TestTrouble:
         path.mkdir()
         offset, _, stored = put(store, SMALL, prompt(SMALL, 2, 12))
         assert not stored.any()
-        store.release(offset)
+        store.release(SMALL_SLOT, offset)
         before = max(store.slots.generations(fresh))
         clock.advance(2.0)
         newest, _, stored = put(store, SMALL, prompt(SMALL, 3, 12))
@@ -885,6 +895,35 @@ class TestTrouble:
         offsets, blocks, _ = put(store, SMALL, prompt(SMALL, 0, 12))
         store.close()
         store.close()
+        assert not store.readable
+        assert not store.writable
         assert get(store, offsets, blocks) == ["off"] * 12
-        assert not put(store, SMALL, prompt(SMALL, 1, 12))[2].any()
+        fresh, _, stored = put(store, SMALL, prompt(SMALL, 1, 12))
+        assert not stored.any()
         assert not store.flush()
+        for slots in (fresh, offsets):
+            store.release(SMALL_SLOT, slots)
+        assert store.slots.used_bytes == 0
+        store.close()
+        store = opened(path)
+        assert get(store, *everything(store)) == ["good"] * 12, (
+            "let go of after closing: still there"
+        )
+        store.close()
+
+    def test_readable_and_writable_say_what_would_be_tried(self, path):
+        clock, system = FakeClock(), FaultySystem()
+        store = opened(path, system, clock)
+        offsets, blocks, _ = put(store, SMALL, prompt(SMALL, 0, 12))
+        assert store.readable
+        assert store.writable
+        system.fault = lambda name, number: (_ for _ in ()).throw(OSError(errno.EIO, "dead"))
+        assert get(store, offsets, blocks) == ["unreadable"] * 12
+        assert not store.readable
+        assert not put(store, SMALL, prompt(SMALL, 1, 12))[2].any()
+        assert not store.writable
+        clock.advance(2.0)
+        assert store.readable, "the pause is over: it may be tried"
+        assert store.writable
+        system.fault = None
+        store.close()

@@ -70,6 +70,11 @@ class Access:
                 self._users -= 1
                 self._gate.notify_all()
 
+    def may_try(self, side: Health) -> bool:
+        """Whether :meth:`ready` would let ``side`` try, as far as that is known without I/O."""
+        opened = self.directory is not None or self.writing.may_try()
+        return not self._closed and opened and side.may_try()
+
     def ready(self, side: Health, resume: Callable[[Directory], None]) -> bool:
         """Whether ``side`` may do I/O now.
 

@@ -1,5 +1,7 @@
 """Which slots of the disk are in use, and for what: metadata in memory, no I/O.
 
+To those who take slots it looks like an :class:`Arena`; in addition it knows what is in them.
+
 Life of a slot::
 
     free ──allocate──▶ empty ──stored──▶ live ──release──▶ free
@@ -77,7 +79,7 @@ class Slots:
     Invariants (:meth:`check_invariants`, in this order):
 
     1. the arena keeps its own;
-    2. its used bytes are those of the slots that are known here: none is lost;
+    2. its used bytes are those of the slots that are held or bad: none is lost;
     3. no bad slot is in use.
     """
 
@@ -88,12 +90,17 @@ class Slots:
         self._generations: dict[int, int] = {}
         self._bad: set[int] = set()
         self._stale: set[int] = set()
+        self._kept_back_bytes = 0
+        """Bytes of bad slots that nobody holds."""
+        self.capacity_bytes = self._arena.capacity_bytes
         self.bad_bytes = 0
+        """Bytes of all bad slots, held or not."""
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of all slots that are not free, bad ones included."""
-        return self._arena.used_bytes
+        """Bytes of all slots that somebody holds: allocated and not released."""
+        with self._lock:
+            return self._arena.used_bytes - self._kept_back_bytes
 
     @property
     def num_live(self) -> int:
@@ -115,10 +122,15 @@ class Slots:
     def slabs(self, slot_size: int) -> list[tuple[int, int]]:
         """Byte ranges ``[start, stop)`` of the slabs with slots of ``slot_size``, the emptiest first.
 
-        Slots of another size can be had where all slots of one of them are released.
+        Slots of another size can be had where all slots of one of them are released. Slabs with a bad slot
+        are left out: they cannot be emptied.
         """
         with self._lock:
-            return self._arena.slabs(slot_size)
+            return [
+                (start, stop)
+                for start, stop in self._arena.slabs(slot_size)
+                if not any(start <= bad < stop for bad in self._bad)
+            ]
 
     def allocate(self, slot_size: int, count: int) -> Offsets:
         """Take up to ``count`` free slots of ``slot_size`` bytes; ascending, fewer when the disk is full."""
@@ -127,16 +139,28 @@ class Slots:
             self._generations |= dict.fromkeys(offsets.tolist(), EMPTY)
         return offsets
 
-    def release(self, offsets: Offsets) -> None:
-        """Give slots back, live or empty; bad ones stay out of use. The rows of live ones become stale."""
+    def allocate_outside(
+        self, slot_size: int, count: int, start: int, stop: int
+    ) -> tuple[Offsets, int]:
+        """Take free slots that are not in ``[start, stop)``; see :meth:`Arena.allocate_outside`."""
+        with self._lock:
+            offsets, missing = self._arena.allocate_outside(slot_size, count, start, stop)
+            self._generations |= dict.fromkeys(offsets.tolist(), EMPTY)
+        return offsets, missing
+
+    def release(self, slot_size: int, offsets: Offsets) -> None:
+        """Give slots of ``slot_size`` bytes back, live or empty. The rows of live ones become stale.
+
+        Bad ones stay out of use.
+        """
         with self._lock:
             listed = offsets.tolist()
             written = [offset for offset in listed if self._generations.pop(offset) != EMPTY]
             self._stale.update(written)
             good = offsets[[offset not in self._bad for offset in listed]]
-            sizes = self._arena.sizes_of(good)
-            for size in np.unique(sizes).tolist():
-                self._arena.release(size, good[sizes == size])
+            self._kept_back_bytes += slot_size * (len(offsets) - len(good))
+            if len(good):
+                self._arena.release(slot_size, good)
 
     def quarantine(self, offset: int, generation: int) -> bool:
         """Keep the slot out of use for good, if it still holds what ``generation`` wrote; say whether."""
@@ -195,6 +219,10 @@ class Slots:
             known = np.array([*(self._generations.keys() | self._bad)], np.int64)
             used_bytes = int(self._arena.sizes_of(known).sum())
             assert self._arena.used_bytes == used_bytes, "2: no slot is lost"
+            kept_back = np.array([*(self._bad - self._generations.keys())], np.int64)
+            assert self._kept_back_bytes == self._arena.sizes_of(kept_back).sum(), (
+                "2: no slot is lost"
+            )
             assert all(self._generations.get(bad, LOST) == LOST for bad in self._bad), (
                 "3: no bad slot is in use"
             )

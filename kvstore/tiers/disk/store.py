@@ -115,6 +115,16 @@ class DiskStore:
         return {"read": self._access.reading.reason, "write": self._access.writing.reason}
 
     @property
+    def readable(self) -> bool:
+        """Whether a read would be tried now: no trouble, or the pause after it is over."""
+        return self._access.may_try(self._access.reading)
+
+    @property
+    def writable(self) -> bool:
+        """Whether a write would be tried now: no trouble, or the pause after it is over."""
+        return self._access.may_try(self._access.writing)
+
+    @property
     def troubles(self) -> dict[tuple[str, str], int]:
         """How often each reason turned ``read`` or ``write`` off, by (which, reason)."""
         sides = ("read", self._access.reading), ("write", self._access.writing)
@@ -128,12 +138,13 @@ class DiskStore:
         """Take up to ``count`` slots of ``slot_size`` (:func:`slot_bytes_of`); fewer when the disk is full."""
         return self.slots.allocate(slot_size, count)
 
-    def release(self, offsets: Offsets) -> None:
-        """Forget the blocks at ``offsets``, if any, and give the slots back.
+    def release(self, slot_size: int, offsets: Offsets) -> None:
+        """Forget the blocks at ``offsets``, if any, and give the slots of ``slot_size`` back.
 
-        After a crash before the next :meth:`write` or :meth:`flush` they may be found again.
+        After a crash before the next :meth:`write` or :meth:`flush` they may be found again; what is
+        released after :meth:`close` is found again.
         """
-        self.slots.release(offsets)
+        self.slots.release(slot_size, offsets)
 
     # -- bytes ----------------------------------------------------------------------------------
 
