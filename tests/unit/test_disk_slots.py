@@ -115,3 +115,17 @@ def test_a_restart_finds_the_same_slots_in_use(steps, seed):
     again.check_invariants()
     assert len(again.allocate(PAGE, 300)) == 300, "when all is free again, all can be had"
     again.check_invariants()
+
+
+def test_after_a_restart_slabs_have_their_usual_length():
+    slots = Slots(128 * PAGE)
+    offsets = np.delete(np.arange(0, 128 * PAGE, PAGE), [40, 41, 42, 43])
+    slots.occupy(offsets, np.full(124, PAGE), offsets + 1)
+    slots.check_invariants()
+    assert {stop - start for start, stop in slots.slabs(PAGE)} == {2 * PAGE}
+    assert slots.allocate(2 * PAGE, 2).tolist() == [40 * PAGE, 42 * PAGE], (
+        "slabs with no slot in use"
+    )
+    slots.release(PAGE, offsets[10:12])
+    assert slots.allocate(2 * PAGE, 9).tolist() == [10 * PAGE]
+    slots.check_invariants()

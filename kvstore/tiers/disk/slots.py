@@ -40,14 +40,18 @@ class _Layout(Arena):
     def occupy(self, offsets: Offsets, slot_sizes: Offsets) -> None:
         """Put slots (ascending, disjoint, within the capacity) into the empty arena.
 
-        Neighbours of one size, whose distance is a multiple of it, make one slab; the slots between them
-        are free.
+        Neighbours of one size, whose distance is a multiple of it, make slabs of the usual length; the slots
+        between them are free.
         """
         if not len(offsets):
             return
         apart = np.diff(offsets)
         breaks = (np.diff(slot_sizes) != 0) | (apart % slot_sizes[:-1] != 0)
-        firsts = np.flatnonzero(np.concatenate([[True], breaks]))
+        begins = np.concatenate([[True], breaks])
+        from_first = offsets - offsets[np.flatnonzero(begins)][np.cumsum(begins) - 1]
+        usual = np.maximum(1, self.capacity_bytes // self._max_slabs // slot_sizes) * slot_sizes
+        begins[1:] |= np.diff(from_first // usual) != 0
+        firsts = np.flatnonzero(begins)
         lasts = np.concatenate([firsts[1:], [len(offsets)]]) - 1
         self._starts = offsets[firsts]
         self._slot_sizes = slot_sizes[firsts]
