@@ -77,6 +77,16 @@ class FaultySystem(System):
         self._step("make_directory")
         super().make_directory(path)
 
+    def make_private(self, path: Path) -> None:
+        """Change the mode of a directory."""
+        self._step("make_private")
+        super().make_private(path)
+
+    def sync_directory(self, path: Path) -> None:
+        """Flush a directory."""
+        self._step("sync_directory")
+        super().sync_directory(path)
+
     def open(self, path: Path, flags: int) -> int:
         """Open a file."""
         self._step("open")
@@ -119,6 +129,11 @@ class FaultySystem(System):
         """Look at a file."""
         self._step("stat")
         return super().stat(path)
+
+    def num_links(self, descriptor: int) -> int:
+        """Look at an open file."""
+        self._step("num_links")
+        return super().num_links(descriptor)
 
     def free_bytes(self, path: Path) -> int:
         """Look at a file system."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from kvstore.errors import ConfigError
 from kvstore.tiers.disk.directory import Directory, DiskOptions
+from kvstore.tiers.disk.files import try_reading
 from kvstore.tiers.disk.health import Health, reason_of
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 SECONDS_PER_BYTE = 0.1 / (1 << 20)
 """Slower than this is too slow, whatever the size of a batch."""
 REOPEN_REASONS = ("vanished", "manifest", "not_ours")
-"""Troubles in writing that go away with other files; those that do not leave the files open for reading."""
+"""Troubles in writing that may go away when files are opened anew."""
 
 
 class Access:
@@ -45,7 +46,9 @@ class Access:
         self._path, self._options, self._system = path, options, system
         self._gate = threading.Condition()
         self._users = 0
-        self._broken = self._closed = False
+        self._closed = False
+        self._doubts: set[Health] = set()
+        """Sides whose files may have to be opened anew."""
         system.make_directory(path)
         directory = Directory(path, options, system)
         try:
@@ -72,27 +75,28 @@ class Access:
 
     def may_try(self, side: Health) -> bool:
         """Whether :meth:`ready` would let ``side`` try, as far as that is known without I/O."""
-        opened = self.directory is not None or self.writing.may_try()
-        return not self._closed and opened and side.may_try()
+        return not self._closed and side.may_try()
 
     def ready(self, side: Health, resume: Callable[[Directory], None]) -> bool:
         """Whether ``side`` may do I/O now.
 
-        After trouble, and a pause, the directory is opened anew and given to ``resume``, which may raise
-        as its methods do: that is trouble again.
+        After trouble, and a pause, what may be broken is opened anew and given to ``resume``, which may raise
+        as its methods do: that is trouble again. What is open for reading stays open while nothing can take
+        its place.
         """
-        if self._closed or not side.may_try():
+        if not self.may_try(side):
             return False
-        if self._broken and (side.reason or self.directory is None):
+        if self.directory is None or (side.reason and side in self._doubts):
             with self.lock:
-                return self._reopen(resume)
+                return self._renew(side, resume)
         return True
 
     def trouble(self, side: Health, error: Exception) -> None:
-        """Turn ``side`` off; where that may help, the directory is opened anew before it is tried again."""
+        """Turn ``side`` off; where that may help, files are opened anew before it is tried again."""
         reason = reason_of(error)
         side.trouble(reason, error)
-        self._broken |= side is self.reading or reason in REOPEN_REASONS
+        if side is self.reading or reason in REOPEN_REASONS:
+            self._doubts.add(side)
 
     def ended(self, side: Health, seconds: float, num_bytes: int) -> None:
         """Judge how long a batch took that went well."""
@@ -107,23 +111,52 @@ class Access:
             self._closed = True
             self._shut()
 
-    def _reopen(self, resume: Callable[[Directory], None]) -> bool:
-        if not self._broken:  # another thread was faster
-            return True
-        if self._closed or not self.writing.may_try():
+    def _renew(self, side: Health, resume: Callable[[Directory], None]) -> bool:
+        if self._closed:
             return False
-        self._shut()
-        directory = None
         try:
-            directory = Directory(self._path, self._options, self._system)
-            resume(directory)
+            if self.directory is None:
+                self._open(resume)
+            elif side in self._doubts:  # or else another thread was faster
+                renew = self._renew_reading if side is self.reading else self._renew_writing
+                renew(self.directory, resume)
         except (OSError, sqlite3.Error, ConfigError) as error:
-            if directory is not None:
-                directory.close()
-            self.writing.trouble(reason_of(error), error)
+            side.trouble(reason_of(error), error)
             return False
-        self.directory, self._broken = directory, False
+        self._doubts.discard(side)
         return True
+
+    def _renew_reading(self, directory: Directory, resume: Callable[[Directory], None]) -> None:
+        try:
+            directory.segments.probe()
+        except OSError:
+            try_reading(self._path, self._system)
+            self._shut()  # the files at the path are better than those that are open
+            self._open(resume)
+
+    def _renew_writing(self, directory: Directory, resume: Callable[[Directory], None]) -> None:
+        try:
+            is_here = directory.is_here()
+        except FileNotFoundError:
+            if directory.is_deleted():
+                self._shut()  # gives the space back
+            raise
+        if is_here:
+            directory.reopen_manifest()
+            resume(directory)
+        else:
+            self._shut()
+            self._open(resume)
+
+    def _open(self, resume: Callable[[Directory], None]) -> None:
+        directory = Directory(self._path, self._options, self._system)
+        try:
+            resume(directory)
+        except BaseException:
+            directory.close()
+            raise
+        self.directory = directory
+        self._doubts.clear()
 
     def _shut(self) -> None:
         with self._gate:

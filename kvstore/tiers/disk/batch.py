@@ -9,6 +9,7 @@ import numpy as np
 
 from kvstore.blocks import FIRST_CHECKSUM
 from kvstore.tiers.arena import slot_bytes as whole_pages
+from kvstore.tiers.disk.files import EndOfFileError
 from kvstore.tiers.disk.format import (
     GOOD,
     aligned,
@@ -21,7 +22,7 @@ from kvstore.tiers.disk.format import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
 
@@ -35,6 +36,10 @@ MAX_CALL_BYTES = 8 << 20
 """One call moves about this much, if as many slots lie side by side."""
 MAX_CALL_SLOTS = 512
 """Two buffers each."""
+MAX_BAD_IN_A_ROW = 3
+"""After so many failed by themselves, the rest of their neighbours is not tried."""
+SPOT_ERRORS = (errno.EIO, errno.ENODATA, errno.EILSEQ)
+"""What a device says of a bad spot: ``BLK_STS_IOERR``, ``_MEDIUM`` and ``_PROTECTION``."""
 
 
 class Batch:
@@ -57,9 +62,14 @@ class Batch:
         self.checksums = [block.checksum for block in blocks]
         """Of the payloads; those that were not known are there after :meth:`write_run`."""
         self.failed = np.zeros(len(blocks), bool)
-        """Blocks that :meth:`write_run` could not write."""
+        """Blocks that :meth:`write_run` did not write."""
+        self.bad = np.zeros(len(blocks), bool)
+        """Blocks that were tried again by themselves, and failed."""
         self.verdicts = [""] * len(blocks)
-        """Of :meth:`read_run`; blocks that have one before are left alone."""
+        """Of :meth:`read_run`; blocks that have one before are left alone.
+
+        A block that could not be read, and was not tried by itself, is ``unreadable`` as well.
+        """
         self._segments = segments
         self._payloads = payloads
 
@@ -86,8 +96,39 @@ class Batch:
             stop = offset + size
         return runs
 
+    def leave_out(self, index: int, verdict: str) -> None:
+        """Do nothing for a block; as if it had been tried."""
+        self.verdicts[index] = verdict
+        self.failed[index] = True
+
     def write_run(self, run: list[int]) -> OSError | None:
-        """Write neighbouring blocks; what fails is marked, and the error returned."""
+        """Write neighbouring blocks, one by one where not all can be written; return an error if any."""
+        error = self._write(run)
+        if error is not None and error.errno in SPOT_ERRORS:
+            return self._one_by_one(run, self._write)
+        return error
+
+    def read_run(self, run: list[int]) -> OSError | None:
+        """Read and check neighbouring blocks, one by one where not all can be read; return an error if any."""
+        error = self._read(run)
+        return error and self._one_by_one(run, self._read)
+
+    def _one_by_one(
+        self, run: list[int], move: Callable[[list[int]], OSError | None]
+    ) -> OSError | None:
+        """Find the bad spots, but do not try the patience of a dead device."""
+        first, in_a_row = None, 0
+        for index in run:
+            error = move([index])
+            first = first or error
+            is_bad = error is not None and not isinstance(error, EndOfFileError)
+            self.bad[index] = is_bad
+            in_a_row = in_a_row + 1 if is_bad else 0
+            if in_a_row == MAX_BAD_IN_A_ROW:
+                break
+        return first
+
+    def _write(self, run: list[int]) -> OSError | None:
         buffers: list[Pages] = []
         for index in run:
             block, payload = self.blocks[index], self._payloads[index]
@@ -106,22 +147,20 @@ class Batch:
         except OSError as error:
             self.failed[run] = True
             return error
+        self.failed[run] = False
         return None
 
-    def read_run(self, run: list[int]) -> OSError | None:
-        """Read and check neighbouring blocks, one by one where not all can be read; return an error if any."""
+    def _read(self, run: list[int]) -> OSError | None:
         headers = [aligned(header_bytes(len(self.blocks[index].key))) for index in run]
         pages = [_memory(self._payloads[index], self.blocks[index].block_bytes) for index in run]
         buffers = [buffer for pair in zip(headers, pages, strict=True) for buffer in pair]
         try:
             self._segments.read(int(self.offsets[run[0]]), buffers)
         except OSError as error:
-            if len(run) == 1:
-                short = error.errno == errno.ENODATA
-                self.verdicts[run[0]] = "truncated" if short else "unreadable"
-                return error
-            errors = [self.read_run([index]) for index in run]
-            return next(filter(None, errors), None)
+            for index in run:
+                ends = isinstance(error, EndOfFileError)
+                self.verdicts[index] = "truncated" if ends else "unreadable"
+            return error
         for index, header, read in zip(run, headers, pages, strict=True):
             block, target = self.blocks[index], self._payloads[index]
             payload = read[: block.block_bytes]

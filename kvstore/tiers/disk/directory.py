@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import logging
 import sqlite3
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -19,7 +19,8 @@ import numpy as np
 from kvstore.errors import ConfigError
 from kvstore.tiers.arena import ALIGNMENT
 from kvstore.tiers.disk import manifest as manifests
-from kvstore.tiers.disk.files import LOCK_NAME, Segments, lock_directory
+from kvstore.tiers.disk.files import Segments, index_of, try_page
+from kvstore.tiers.disk.lock import LOCK_NAME, lock_directory
 from kvstore.tiers.disk.manifest import LOG_BYTES, MAX_BATCH_ROWS, Manifest
 from kvstore.tiers.disk.recovery import recover
 from kvstore.tiers.tier import MAX_TIER_BYTES
@@ -35,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 MIB = 1 << 20
 GIB = 1 << 30
+MAX_SEGMENTS: Final = 256
+"""Every file has a descriptor, and a process often has 1,024."""
 _USELESS: Final = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR, None)
 """Codes of a manifest that is damaged or not ours (None: we found it); others are the device's fault."""
 
@@ -46,6 +49,7 @@ class DiskOptions:
     budget_bytes: int
     """All files of the directory together."""
     segment_bytes: int = GIB
+    """Length of a file; of 2, 4, … times as much where there would be more than ``MAX_SEGMENTS``."""
     reserve_bytes: int = GIB
     """What must stay free on the file system when the budget is used up."""
     manifest_bytes: int = 0
@@ -77,6 +81,14 @@ class DiskOptions:
         return self.manifest_bytes or self.budget_bytes // 64 + MIB
 
     @property
+    def file_bytes(self) -> int:
+        """Length of the files with slots."""
+        num_bytes = self.segment_bytes
+        while num_bytes * MAX_SEGMENTS < self.capacity_bytes:
+            num_bytes *= 2
+        return num_bytes
+
+    @property
     def capacity_bytes(self) -> int:
         """What is left for slots: whole pages."""
         return (
@@ -85,7 +97,10 @@ class DiskOptions:
 
 
 class Directory:
-    """Everything that is open. Not thread-safe, but for ``segments``."""
+    """Everything that is open. Not thread-safe, but for ``segments``.
+
+    ``manifest`` may be closed after :meth:`reopen_manifest` has failed: every call of it fails then.
+    """
 
     def __init__(self, path: Path, options: DiskOptions, system: System) -> None:
         """Lock, and make or open the files; the directory itself must exist.
@@ -94,32 +109,59 @@ class Directory:
         segments hold is forgotten then.
 
         Raises:
-            ConfigError: it belongs to another instance, or is not ours.
+            ConfigError: it belongs to another instance or user, or is not ours.
             OSError, sqlite3.Error: the file system refuses; nothing stays open.
         """
         self.path = path
         self._system = system
         self._options = options
         self._lock = lock_directory(path, system)
-        self._parts: list[Segments | Manifest] = []
-        try:
-            status = system.stat(path / LOCK_NAME)
-            self._identity = (status.st_dev, status.st_ino)
+        with ExitStack() as closing:
+            closing.callback(self._unlock)
+            self._lock_identity = self._identity(LOCK_NAME)
             self._check_room()
-            self.segments = Segments(path, options.capacity_bytes, options.segment_bytes, system)
-            self._parts.append(self.segments)
-            self.manifest = self._open_manifest()
-            self._parts.append(self.manifest)
-            self.generation = self.manifest.next_epoch() << 32
-        except BaseException:
-            self.close()
-            raise
+            self.segments = Segments(path, options.capacity_bytes, options.file_bytes, system)
+            closing.callback(self.segments.close)
+            self._open_manifest()
+            closing.callback(self._close_manifest)
+            system.sync_directory(path)
+            self._closing = closing.pop_all()
 
     def check_place(self) -> None:
         """Raise OSError (``ENOENT``) when the files are no longer those at the path."""
-        status = self._system.stat(self.path / LOCK_NAME)
-        if (status.st_dev, status.st_ino) != self._identity:
+        here = self._identity(LOCK_NAME), self._identity(manifests.NAME)
+        if here != (self._lock_identity, self._manifest_identity):
             raise FileNotFoundError(errno.ENOENT, "another directory has taken its place")
+
+    def is_here(self) -> bool:
+        """Whether the path still leads to it, and not to another directory that may be used instead.
+
+        Raises:
+            OSError: the path leads nowhere (``ENOENT``), also when it leads to an empty place on another
+                device: a mount is missing.
+        """
+        place = self._system.stat(self.path)
+        try:
+            return self._identity(LOCK_NAME) == self._lock_identity
+        except FileNotFoundError:
+            if place.st_dev != self._lock_identity[0]:
+                raise
+            return False
+
+    def is_deleted(self) -> bool:
+        """Whether its lock has no name any more. Raises OSError."""
+        return not self._system.num_links(self._lock)
+
+    def can_write(self) -> bool:
+        """Whether a page can be written to a file of its own."""
+        with suppress(OSError):
+            return try_page(self.path, self._system)
+        return False
+
+    def reopen_manifest(self) -> None:
+        """Open the manifest anew, or make it. Raises OSError, ``sqlite3.Error``: it is closed now."""
+        self._close_manifest()
+        self._open_manifest()
 
     def recover(self) -> list[RecoveredNamespace]:
         """Return the blocks of the manifest, and delete those of its rows that are of no use.
@@ -137,8 +179,7 @@ class Directory:
             self.delete(useless.tolist(), lasting=True)
         used = {block.namespace.digest for block in found}
         unused = [number for number, (digest, _) in namespaces.items() if digest not in used]
-        if unused:
-            self.manifest.forget_namespaces(unused)
+        self.manifest.forget_namespaces(unused)
         return found
 
     def generations(self) -> dict[int, int]:
@@ -150,21 +191,29 @@ class Directory:
         pages = [manifests.page_of(offset) for offset in offsets]
         for start in range(0, len(pages), MAX_BATCH_ROWS):
             self.manifest.delete(pages[start : start + MAX_BATCH_ROWS], lasting=lasting)
+        if lasting:
+            self.manifest.settle()
 
     def close(self) -> None:
         """Close everything; the lock last."""
-        for part in reversed(self._parts):
-            part.close()
-        self._parts.clear()
+        self._closing.close()
+
+    def _close_manifest(self) -> None:
+        self.manifest.close()
+
+    def _unlock(self) -> None:
         with suppress(OSError):
             self._system.close(self._lock)
-        self._lock = -1
+
+    def _identity(self, name: str) -> tuple[int, int]:
+        status = self._system.stat(self.path / name)
+        return status.st_dev, status.st_ino
 
     def _check_room(self) -> None:
         there = sum(
             self._system.stat(file).st_blocks * 512
             for file in self.path.iterdir()
-            if file.is_file()
+            if index_of(file.name) is not None or file.name.startswith(manifests.NAME)
         )
         needed = self._options.budget_bytes - there + self._options.reserve_bytes
         free = self._system.free_bytes(self.path)
@@ -175,10 +224,20 @@ class Directory:
                 f"which {there} are there, and {self._options.reserve_bytes} left over for others",
             )
 
-    def _open_manifest(self) -> Manifest:
+    def _open_manifest(self) -> None:
+        manifest = self._usable_manifest()
+        try:
+            self.generation = manifest.next_epoch() << 32
+            self._manifest_identity = self._identity(manifests.NAME)
+        except BaseException:
+            manifest.close()
+            raise
+        self.manifest = manifest
+
+    def _usable_manifest(self) -> Manifest:
         arguments = (
             self.path,
-            self._options.segment_bytes,
+            self._options.file_bytes,
             self._options.list_bytes,
             self._system,
         )

@@ -14,12 +14,12 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import re
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvstore.errors import ConfigError
 from kvstore.tiers.arena import ALIGNMENT
 from kvstore.tiers.disk.format import aligned
 
@@ -35,14 +35,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LOCK_NAME = "lock"
-FOREIGN_NAMES = frozenset({"lost+found"})
-"""What a directory may hold besides: the root of a file system has it."""
 TRIAL_NAME = "trial"
 MAX_VECTORS = 1024
 """Buffers of one call (``IOV_MAX``)."""
 MAX_STALLS = 8
 """Calls in a row that move less than a page."""
+FILL_BYTES = 1 << 20
+
+
+class EndOfFileError(OSError):
+    """A file is shorter than it has to be."""
 
 
 def segment_name(index: int) -> str:
@@ -50,56 +52,57 @@ def segment_name(index: int) -> str:
     return f"segment-{index:05}.kv"
 
 
-def lock_directory(directory: Path, system: System) -> int:
-    """Return the descriptor that keeps every other instance out of ``directory`` while it is open.
+def index_of(name: str) -> int | None:
+    """Return the number of the segment whose file is called ``name``; None: it is not a segment's."""
+    found = re.fullmatch(r"segment-(\d+)\.kv", name)
+    index = int(found[1]) if found else -1
+    return index if name == segment_name(index) else None
+
+
+def try_page(directory: Path, system: System, flags: int = 0) -> bool:
+    """Say whether a page that is written to a file of its own in ``directory`` is read back.
 
     Raises:
-        ConfigError: another instance has it, or the directory holds other things.
-        OSError: the file system refuses.
-    """
-    path = directory / LOCK_NAME
-    if not path.exists() and any(other.name not in FOREIGN_NAMES for other in directory.iterdir()):
-        raise ConfigError(
-            f"disk directory {directory} is not empty and was not made by kvstore: give it one of its own"
-        )
-    descriptor = system.open(path, os.O_RDWR | os.O_CREAT)
-    try:
-        system.lock(descriptor)
-    except BlockingIOError:
-        system.close(descriptor)
-        raise ConfigError(
-            f"disk directory {directory} is used by another kvstore: give each instance its own"
-        ) from None
-    except BaseException:
-        system.close(descriptor)
-        raise
-    return descriptor
-
-
-def direct_io_works(directory: Path, system: System) -> bool:
-    """Try whether a page written with ``O_DIRECT`` to a file in ``directory`` is read back.
-
-    Raises:
-        OSError: the file system refuses more than direct I/O.
+        OSError: the file system refuses, perhaps only with ``flags``.
     """
     path = directory / TRIAL_NAME
     page, back = aligned(ALIGNMENT), aligned(ALIGNMENT)
     page[:], back[:] = np.arange(ALIGNMENT) % 251, 0
     descriptor = -1
     try:
-        descriptor = system.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT)
+        descriptor = system.open(path, os.O_RDWR | os.O_CREAT | flags)
         written = system.write(descriptor, [page], 0)
+        system.sync(descriptor)
         read = system.read(descriptor, [back], 0)
         return written == read == ALIGNMENT and bool((page == back).all())
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
-            raise
-        return False
     finally:
         if descriptor >= 0:
             system.close(descriptor)
         with suppress(OSError):
             system.remove(path)
+
+
+def direct_io_works(directory: Path, system: System) -> bool:
+    """Say whether files in ``directory`` can be used with ``O_DIRECT``.
+
+    Raises:
+        OSError: the file system refuses more than direct I/O.
+    """
+    try:
+        return try_page(directory, system, os.O_DIRECT)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+            raise
+        return False
+
+
+def try_reading(directory: Path, system: System) -> None:
+    """Open the first segment at ``directory`` anew, and read its first page. Raises OSError."""
+    descriptor = system.open(directory / segment_name(0), os.O_RDONLY)
+    try:
+        system.read(descriptor, [aligned(ALIGNMENT)], 0)
+    finally:
+        system.close(descriptor)
 
 
 class Segments:
@@ -124,27 +127,51 @@ class Segments:
                 "cache, and reads and writes pay for one more copy",
                 directory,
             )
-        flags = os.O_RDWR | os.O_CREAT | (os.O_DIRECT if self.direct else 0)
         count = -(-capacity_bytes // segment_bytes)
         try:
-            for path in sorted(directory.glob("segment-*.kv"))[count:]:
-                system.remove(path)
+            for path in directory.iterdir():
+                if (index_of(path.name) or 0) >= count:
+                    system.remove(path)
             for index in range(count):
-                path = directory / segment_name(index)
-                self._descriptors.append(system.open(path, flags))
                 length = min(segment_bytes, capacity_bytes - index * segment_bytes)
-                if system.stat(path).st_size > length:
-                    system.truncate(self._descriptors[-1], length)
-                system.allocate(self._descriptors[-1], length)
+                self._add(directory / segment_name(index), length)
         except BaseException:
             self.close()
             raise
+
+    def _add(self, path: Path, length: int) -> None:
+        """Open one more file, and give it its length."""
+        flags = os.O_RDWR | os.O_CREAT | (os.O_DIRECT if self.direct else 0)
+        descriptor = self._system.open(path, flags)
+        self._descriptors.append(descriptor)
+        before = self._system.stat(path).st_size
+        if before > length:
+            self._system.truncate(descriptor, length)
+        try:
+            self._system.allocate(descriptor, length)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+                raise
+            self._fill(descriptor, before, length)
+
+    def _fill(self, descriptor: int, start: int, stop: int) -> None:
+        """Write zeros from ``start`` on, where space cannot be had in any other way."""
+        zeros = aligned(FILL_BYTES)
+        zeros[:] = 0
+        offset = start // ALIGNMENT * ALIGNMENT
+        while offset < stop:
+            pages = zeros[: min(len(zeros), stop - offset)]
+            moved = self._system.write(descriptor, [pages], offset) // ALIGNMENT * ALIGNMENT
+            if not moved:
+                raise OSError(errno.ENOSPC, "a segment cannot be made any longer")
+            offset += moved
 
     def read(self, offset: int, buffers: Sequence[Pages]) -> None:
         """Fill ``buffers`` (whole, aligned pages) from ``offset`` on.
 
         Raises:
-            OSError: the device failed, or the file ends before (``ENODATA``).
+            OSError: the device failed.
+            EndOfFileError: the file ends before.
         """
         self._move(self._system.read, offset, buffers)
 
@@ -167,6 +194,14 @@ class Segments:
         for index in np.unique(np.concatenate([first, last])).tolist():
             self._system.sync(self._descriptors[index])
 
+    def probe(self) -> None:
+        """Read the first page of all, or else the last one. Raises OSError: none of them can be read."""
+        page = [aligned(ALIGNMENT)]
+        try:
+            self.read(0, page)
+        except OSError:
+            self.read(self.capacity_bytes - ALIGNMENT, page)
+
     def close(self) -> None:
         """Close the files. Nothing may be under way."""
         for descriptor in self._descriptors:
@@ -188,7 +223,7 @@ class Segments:
                 whole = moved // ALIGNMENT * ALIGNMENT
                 stalls = 0 if whole else stalls + 1
                 if not moved or stalls > MAX_STALLS:
-                    raise OSError(errno.ENODATA, "the file ends before the block does")
+                    raise EndOfFileError(errno.ENODATA, "the file ends before the block does")
                 place += whole
                 left = _without(left, whole)
 

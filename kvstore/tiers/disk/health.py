@@ -47,8 +47,7 @@ class Health:
     def __init__(self, name: str, clock: Callable[[], float]) -> None:
         """Start on. ``name`` says in logs what it is about; ``clock`` gives monotonic seconds."""
         self._name = name
-        self.troubles: Counter[str] = Counter()
-        """How often each reason turned it off."""
+        self._troubles: Counter[str] = Counter()
         self.reason = ""
         """Why it is off; empty when it is on."""
         self._clock = clock
@@ -61,13 +60,19 @@ class Health:
         with self._lock:
             return not self.reason or self._clock() >= self._retry_at
 
+    @property
+    def troubles(self) -> dict[str, int]:
+        """How often each reason turned it off."""
+        with self._lock:
+            return dict(self._troubles)
+
     def trouble(self, reason: str, detail: object) -> None:
         """Turn it off for a pause that doubles while trouble goes on."""
         with self._lock:
             self._pause_s = min(2 * self._pause_s, MAX_PAUSE_S) if self.reason else FIRST_PAUSE_S
             self._retry_at = self._clock() + self._pause_s
             self.reason = reason
-            self.troubles[reason] += 1
+            self._troubles[reason] += 1
             pause_s = self._pause_s
         logger.error("%s is off for %.0f s: %s (%s)", self._name, pause_s, reason, detail)
 

@@ -33,10 +33,16 @@ PAGE_BYTES = 4096
 LAST_EPOCH = 2**31 - 1
 WAL_PAGES = 128
 """Pages of the log after which it is written back."""
-MAX_BATCH_ROWS = 256
-MAX_BATCH_KEY_BYTES = 1 << 20
+MAX_BATCH_ROWS = 128
+MAX_BATCH_BYTES = 256 << 10
+"""Of one transaction: keys, and encoded namespaces, each of which counts as ``PAGE_BYTES`` at least."""
+MAX_NAMESPACE_BYTES = 64 << 10
 LOG_BYTES = 4 << 20
-"""Enough for the log: ``WAL_PAGES``, and two pages for every row of a batch, and its keys, and some."""
+"""Enough for the log, which has 1,018 frames of a page and 24 bytes: ``WAL_PAGES``, and one transaction.
+
+A row changes up to five pages of its tree (three neighbours are balanced, and become four or five). What does
+not fit there has pages of its own: fewer than 128, of ``MAX_BATCH_BYTES``. All that makes less than 900.
+"""
 
 _SCHEMA = """
 CREATE TABLE facts (name TEXT PRIMARY KEY, value INTEGER NOT NULL) STRICT, WITHOUT ROWID;
@@ -108,6 +114,8 @@ class Manifest:
             sqlite3.DatabaseError: it is damaged, too large, or made for other segments or another version.
         """
         self._system = system
+        self._unsettled = False
+        """Whether loss of power could undo a change."""
         path = directory / NAME
         system.close(system.open(path, _READ_WRITE_CREATE))  # with our mode, not SQLite's
         self._connection = sqlite3.connect(
@@ -165,20 +173,27 @@ class Manifest:
         return int(self._fetch("SELECT value FROM facts WHERE name = 'epoch'")[0][0])
 
     def names(self, namespaces: dict[bytes, bytes]) -> dict[bytes, int]:
-        """Return the number of each namespace, digest → encoded, given to it now if need be."""
+        """Return the number of each namespace, digest → encoded, given to it now if need be.
+
+        Together they have at most ``MAX_BATCH_BYTES``.
+        """
         with self._transaction():
             self._connection.executemany(
                 "INSERT OR IGNORE INTO namespaces (digest, encoded) VALUES (?, ?)",
                 namespaces.items(),
             )
-        numbers = dict(self._fetch("SELECT digest, id FROM namespaces"))
-        return {digest: numbers[digest] for digest in namespaces}
+        query = "SELECT id FROM namespaces WHERE digest = ?"
+        return {digest: self._fetch(query, digest)[0][0] for digest in namespaces}
 
     def insert(self, rows: Sequence[Row]) -> None:
-        """Add ``rows``, at most ``MAX_BATCH_ROWS``, all or none; they last on return."""
+        """Add ``rows``, all or none; they last on return, and so does every change before.
+
+        They are at most ``MAX_BATCH_ROWS``, and their keys have at most ``MAX_BATCH_BYTES``.
+        """
         places = ", ".join("?" * len(Row._fields))
         with self._transaction():
             self._connection.executemany(f"INSERT OR REPLACE INTO blocks VALUES ({places})", rows)  # noqa: S608
+        self._unsettled &= not rows
 
     def delete(self, slots: Iterable[int], *, lasting: bool) -> None:
         """Remove the rows of ``slots``, at most ``MAX_BATCH_ROWS``, all or none.
@@ -195,7 +210,16 @@ class Manifest:
                     "DELETE FROM blocks WHERE slot = ?", [(slot,) for slot in slots]
                 )
         finally:
+            self._unsettled |= not lasting
             self._fetch("PRAGMA synchronous=FULL")
+
+    def settle(self) -> None:
+        """Wait until every change lasts: on return loss of power cannot undo it."""
+        if self._unsettled:
+            busy = self._fetch("PRAGMA wal_checkpoint(FULL)")[0][0]
+            if busy:
+                raise sqlite3.OperationalError("the log of the manifest cannot be written back")
+            self._unsettled = False
 
     def rows(self) -> list[tuple[int, int, int, bytes, bytes, bytes, int, int, int, int]]:
         """Return every row, in the order of slots; see :class:`Row`."""
@@ -206,21 +230,29 @@ class Manifest:
         listed = self._fetch("SELECT id, digest, encoded FROM namespaces")
         return {number: (digest, encoded) for number, digest, encoded in listed}
 
-    def forget_namespaces(self, numbers: Iterable[int]) -> None:
+    def unused_namespaces(self) -> list[int]:
+        """Return the numbers of the namespaces that have no row."""
+        query = "SELECT id FROM namespaces WHERE id NOT IN (SELECT namespace FROM blocks)"
+        return [number for (number,) in self._fetch(query)]
+
+    def forget_namespaces(self, numbers: Sequence[int]) -> None:
         """Remove namespaces that have no row left."""
-        with self._transaction():
-            self._connection.executemany(
-                "DELETE FROM namespaces WHERE id = ?", [(number,) for number in numbers]
-            )
+        step = MAX_BATCH_ROWS // 2  # each is in two trees
+        for start in range(0, len(numbers), step):
+            with self._transaction():
+                self._connection.executemany(
+                    "DELETE FROM namespaces WHERE id = ?",
+                    [(number,) for number in numbers[start : start + step]],
+                )
 
     def close(self) -> None:
         """Close it; what was committed lasts in any case."""
         with suppress(sqlite3.Error):
             self._connection.close()
 
-    def _fetch(self, query: str) -> list[tuple]:  # type: ignore[type-arg]
+    def _fetch(self, query: str, *values: bytes) -> list[tuple]:  # type: ignore[type-arg]
         try:
-            with closing(self._connection.execute(query)) as cursor:
+            with closing(self._connection.execute(query, values)) as cursor:
                 return cursor.fetchall()
         except (UnicodeDecodeError, OverflowError) as error:
             raise sqlite3.DatabaseError(f"the manifest is damaged: {error}") from error

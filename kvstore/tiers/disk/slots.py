@@ -6,7 +6,7 @@ Life of a slot::
 
     free ──allocate──▶ empty ──stored──▶ live ──release──▶ free
                          └─────release─────────────────────▶ free
-    live ──quarantine──▶ bad; taken back at the next start only
+    empty, live ──quarantine──▶ bad; taken back at the next start only
 
 *Threads.* Every method may be called from any thread; each takes microseconds, so that a pool may call
 it under its own lock.
@@ -167,7 +167,10 @@ class Slots:
                 self._arena.release(slot_size, good)
 
     def quarantine(self, offset: int, generation: int) -> bool:
-        """Keep the slot out of use for good, if it still holds what ``generation`` wrote; say whether."""
+        """Keep the slot out of use for good, if it still holds what ``generation`` wrote; say whether.
+
+        ``EMPTY`` stands for a slot that could not be written.
+        """
         with self._lock:
             if self._generations.get(offset) != generation or offset in self._bad:
                 return False

@@ -29,16 +29,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvstore.errors import ConfigError
-from kvstore.protocol import encode_namespace
 from kvstore.tiers.disk.access import Access
 from kvstore.tiers.disk.batch import Batch
 from kvstore.tiers.disk.format import GOOD
-from kvstore.tiers.disk.manifest import MAX_BATCH_KEY_BYTES, MAX_BATCH_ROWS, Row, page_of, signed
-from kvstore.tiers.disk.slots import EMPTY, Slots
+from kvstore.tiers.disk.listing import Listing, batches, can_be_listed
+from kvstore.tiers.disk.slots import EMPTY, LOST, Slots
 from kvstore.tiers.disk.system import System
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -77,11 +76,11 @@ class DiskStore:
         """
         self.options = options
         self.capacity_bytes = options.capacity_bytes
-        self.counts: Counter[tuple[str, ...]] = Counter()
+        self._counts: Counter[tuple[str, ...]] = Counter()
         self.slots = Slots(self.capacity_bytes)
         self._count_lock = threading.Lock()
         self._clock = clock
-        self._numbers: dict[bytes, int] = {}
+        self._listing = Listing()
         try:
             self._access = Access(path, options, clock, system or System())
         except (OSError, sqlite3.Error) as error:
@@ -132,6 +131,15 @@ class DiskStore:
             (name, reason): count for name, side in sides for reason, count in side.troubles.items()
         }
 
+    @property
+    def counts(self) -> Counter[tuple[str, ...]]:
+        """Blocks so far: ``written_blocks``, ``unwritten_blocks``, and (``read_blocks``, verdict).
+
+        ``refused_blocks`` are those of the unwritten ones whose namespace is too long to be listed.
+        """
+        with self._count_lock:
+            return self._counts.copy()
+
     # -- slots ----------------------------------------------------------------------------------
 
     def allocate(self, slot_size: int, count: int) -> Offsets:
@@ -161,22 +169,29 @@ class DiskStore:
 
         Returns:
             bool ``[n]``: which are stored, and will be found again. The slots of the others stay with the
-            caller, empty.
+            caller, empty; those that are bad are set aside until the next start, and released all the same.
         """
         stored = np.zeros(len(blocks), bool)
+        listed = [index for index, block in enumerate(blocks) if can_be_listed(block)]
         with self._access.lock:
-            for start, stop in _batches(blocks):
+            for part in batches(blocks, listed):
                 if not self._ready(self._access.writing):
                     break
-                part = slice(start, stop)
                 with self._access.shared() as directory:
                     if directory is not None:
                         batch = Batch(
-                            directory.segments, offsets[part], blocks[part], payloads[part]
+                            directory.segments,
+                            offsets[part],
+                            [blocks[index] for index in part],
+                            [payloads[index] for index in part],
                         )
                         stored[part] = self._write(directory, batch)
         self._count(
-            {("written_blocks",): int(stored.sum()), ("unwritten_blocks",): int((~stored).sum())}
+            {
+                ("written_blocks",): int(stored.sum()),
+                ("unwritten_blocks",): int((~stored).sum()),
+                ("refused_blocks",): len(blocks) - len(listed),
+            }
         )
         return stored
 
@@ -188,15 +203,15 @@ class DiskStore:
         Returns:
             A verdict for each: ``good``, ``off``, ``missing`` (nothing is stored there), ``unreadable``,
             ``truncated``, or what :func:`kvstore.tiers.disk.format.check` found wrong. A target whose verdict
-            is not ``good`` holds garbage. Slots with wrong contents are set aside until the next start; the
-            caller releases them all the same.
+            is not ``good`` holds garbage. Slots that are bad, or whose contents are wrong, are set aside
+            until the next start; the caller releases them all the same.
         """
         verdicts = ["off"] * len(blocks)
         if self._ready(self._access.reading):
             with self._access.shared() as directory:
                 if directory is not None:
                     batch = Batch(directory.segments, offsets, blocks, targets)
-                    verdicts = self._read(batch)
+                    verdicts = self._read(directory, batch)
         self._count(
             {("read_blocks", verdict): count for verdict, count in Counter(verdicts).items()}
         )
@@ -230,18 +245,19 @@ class DiskStore:
 
     def _count(self, more: dict[tuple[str, ...], int]) -> None:
         with self._count_lock:
-            self.counts.update(more)
+            self._counts.update(more)
 
     def _write(self, directory: Directory, batch: Batch) -> NDArray[np.bool_]:
         """Bytes, then the flush, then the rows."""
         began = self._clock()
-        none = np.zeros(len(batch), bool)
-        held = self.slots.generations(batch.offsets)
-        assert not any(held), "blocks are written into slots that hold nothing"
+        for index, held in enumerate(self.slots.generations(batch.offsets)):
+            assert held <= EMPTY, "blocks are written into slots that hold nothing"
+            if held == LOST:
+                batch.leave_out(index, "bad")
         try:
             directory.check_place()
             self._delete_stale(directory, lasting=False)
-            numbers = self._number(directory, batch)
+            self._listing.number(directory.manifest, batch.blocks)
             first = self._generation + 1
             self._generation += len(batch)
             batch.generations = list(range(first, first + len(batch)))
@@ -249,37 +265,49 @@ class DiskStore:
             there = ~batch.failed
             if there.any():
                 directory.segments.sync(batch.offsets[there], batch.sizes[there])
-                rows = [_row(batch, index, numbers) for index in np.flatnonzero(there).tolist()]
-                directory.manifest.insert(rows)
+                self._listing.insert(directory.manifest, batch, np.flatnonzero(there).tolist())
         except (OSError, sqlite3.Error) as error:
             self._access.trouble(self._access.writing, error)
             self.slots.doubt(batch.offsets)
-            return none
+            return np.zeros(len(batch), bool)
         kept = np.flatnonzero(there).tolist()
         self.slots.stored(batch.offsets[kept].tolist(), [batch.generations[at] for at in kept])
         failed = next(filter(None, errors), None)
-        if failed:
-            self._access.trouble(self._access.writing, failed)
-        else:
+        if failed is None:
             self._access.ended(self._access.writing, *self._cost(began, batch))
+        else:
+            self._set_aside_unwritable(directory, batch, failed)
         return there
 
-    def _read(self, batch: Batch) -> list[str]:
+    def _set_aside_unwritable(self, directory: Directory, batch: Batch, error: OSError) -> None:
+        """Tell bad spots from a device that cannot be written."""
+        works = not batch.failed.all() or (batch.bad.any() and directory.can_write())
+        if works:
+            for offset in batch.offsets[batch.bad].tolist():
+                if self.slots.quarantine(offset, EMPTY):
+                    logger.error("disk tier: the slot at %d cannot be written: %s", offset, error)
+        explained = batch.bad | [bool(verdict) for verdict in batch.verdicts]
+        if not works or (batch.failed & ~explained).any():
+            self._access.trouble(self._access.writing, error)
+
+    def _read(self, directory: Directory, batch: Batch) -> list[str]:
         began = self._clock()
         batch.generations = self.slots.generations(batch.offsets)
         for index, generation in enumerate(batch.generations):
             if generation <= EMPTY:
                 batch.verdicts[index] = "missing"
-        runs = batch.runs(self.options.threads)
-        errors = self._run(batch.read_run, runs)
+        errors = self._run(batch.read_run, batch.runs(self.options.threads))
         verdicts = batch.verdicts
         tried = [verdict for verdict in verdicts if verdict != "missing"]
-        broken = bool(tried) and all(verdict == "unreadable" for verdict in tried)
-        if broken:  # the device, not a bad spot on it
-            self._access.trouble(self._access.reading, next(filter(None, errors)))
-            return verdicts
+        if tried and all(verdict == "unreadable" for verdict in tried):
+            try:
+                directory.segments.probe()
+            except OSError:  # the device, not bad spots on it
+                self._access.trouble(self._access.reading, next(filter(None, errors)))
+                return verdicts
         for index, verdict in enumerate(verdicts):
-            if verdict in (GOOD, "missing"):
+            untried = verdict == "unreadable" and not batch.bad[index]
+            if verdict in (GOOD, "missing") or untried:
                 continue
             offset, generation = int(batch.offsets[index]), batch.generations[index]
             if self.slots.quarantine(offset, generation):
@@ -309,18 +337,9 @@ class DiskStore:
             self.close()
             raise ConfigError(f"threads={self.options.threads}: {error}") from error
 
-    def _number(self, directory: Directory, batch: Batch) -> dict[bytes, int]:
-        """Return the manifest's number of each namespace of ``batch``."""
-        wanted = {block.namespace.digest: block.namespace for block in batch.blocks}
-        new = {digest: wanted[digest] for digest in wanted if digest not in self._numbers}
-        if new:
-            encoded = {digest: encode_namespace(namespace) for digest, namespace in new.items()}
-            self._numbers |= directory.manifest.names(encoded)
-        return self._numbers
-
     def _delete_stale(self, directory: Directory, *, lasting: bool) -> None:
         stale = self.slots.stale()
-        if stale:
+        if stale or lasting:
             directory.delete(stale, lasting=lasting)
             self.slots.deleted(stale)
 
@@ -330,7 +349,7 @@ class DiskStore:
     def _resume(self, directory: Directory) -> None:
         """Go on with a directory that was opened anew: what it lost is missing from here on."""
         self.slots.keep_only(directory.generations())
-        self._numbers.clear()
+        self._listing.forget()
         self._generation = max(self._generation, directory.generation)
 
     def _cost(self, began: float, batch: Batch) -> tuple[float, int]:
@@ -343,31 +362,3 @@ class DiskStore:
         generations = np.concatenate([block.generations for block in found])
         order = np.argsort(offsets)
         self.slots.occupy(offsets[order], sizes[order], generations[order])
-
-
-def _batches(blocks: Sequence[BlockIdentity]) -> Iterator[tuple[int, int]]:
-    """Cut ``blocks`` into ranges that fit into one transaction of the manifest."""
-    start, key_bytes = 0, 0
-    for index, block in enumerate(blocks):
-        key_bytes += len(block.key)
-        if index - start == MAX_BATCH_ROWS or (key_bytes > MAX_BATCH_KEY_BYTES and index > start):
-            yield start, index
-            start, key_bytes = index, len(block.key)
-    if start < len(blocks):
-        yield start, len(blocks)
-
-
-def _row(batch: Batch, index: int, numbers: dict[bytes, int]) -> Row:
-    block = batch.blocks[index]
-    return Row(
-        page_of(int(batch.offsets[index])),
-        numbers[block.namespace.digest],
-        block.position,
-        block.parent,
-        block.digest,
-        block.key,
-        signed(batch.checksums[index]),
-        block.block_bytes,
-        block.block_bytes,
-        batch.generations[index],
-    )

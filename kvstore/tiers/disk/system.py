@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
+import stat
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -24,12 +26,37 @@ class System:
     """The real one. Every method raises OSError as the system call of its name does."""
 
     def make_directory(self, path: Path) -> None:
-        """Make ``path`` and what is missing above it, for this user only."""
+        """Make ``path``, for this user only, and what is missing above it; lasting on return."""
+        missing = [place for place in (path, *path.parents) if not place.exists()]
         path.mkdir(DIRECTORY_MODE, parents=True, exist_ok=True)
+        for place in missing:
+            self.sync_directory(place.parent)
+
+    def make_private(self, path: Path) -> None:
+        """Let only its owner use the directory ``path``."""
+        path.chmod(DIRECTORY_MODE)
+
+    def sync_directory(self, path: Path) -> None:
+        """Wait until the names in the directory ``path`` are on the device, if the file system can."""
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+                raise
+        finally:
+            os.close(descriptor)
 
     def open(self, path: Path, flags: int) -> int:
-        """Return a descriptor of ``path``, which is created if ``flags`` say so."""
-        return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE)
+        """Return a descriptor of ``path``; if ``flags`` say so it is created, and for its owner only."""
+        descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE)
+        try:
+            if flags & os.O_CREAT and stat.S_IMODE(os.fstat(descriptor).st_mode) != FILE_MODE:
+                os.fchmod(descriptor, FILE_MODE)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return descriptor
 
     def close(self, descriptor: int) -> None:
         """Close ``descriptor``."""
@@ -40,7 +67,10 @@ class System:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def allocate(self, descriptor: int, num_bytes: int) -> None:
-        """Have the file system set aside the first ``num_bytes`` of the file."""
+        """Have the file system set aside the first ``num_bytes`` of the file.
+
+        ``EOPNOTSUPP``, or ``EINVAL`` with direct I/O, say that it cannot.
+        """
         os.posix_fallocate(descriptor, 0, num_bytes)
 
     def truncate(self, descriptor: int, num_bytes: int) -> None:
@@ -66,6 +96,10 @@ class System:
     def stat(self, path: Path) -> os.stat_result:
         """Return what the file system says of ``path``."""
         return path.stat()
+
+    def num_links(self, descriptor: int) -> int:
+        """Return how many names the open file has: 0 when it was deleted."""
+        return os.fstat(descriptor).st_nlink
 
     def free_bytes(self, path: Path) -> int:
         """Return how much this user may still write to the file system of ``path``."""
