@@ -107,6 +107,20 @@ class TestBudget:
         with pytest.raises(ConfigError, match="bytes are free"):
             opened(path, options=DiskOptions(BUDGET, reserve_bytes=1 << 60))
 
+    def test_only_its_own_files_count_as_there(self, path):
+        class Small(FaultySystem):
+            def free_bytes(self, path):
+                return BUDGET - 4096
+
+        opened(path).close()
+        opened(path, Small()).close()
+        for file in path.iterdir():
+            if file.name != "kvstore.lock":
+                file.unlink()
+        (path / "stray").write_bytes(bytes(1 << 20))
+        with pytest.raises(ConfigError, match="bytes are free"):
+            opened(path, Small())
+
     def test_no_room_for_blocks(self):
         with pytest.raises(ConfigError, match="nothing for blocks"):
             DiskOptions(1 << 20)

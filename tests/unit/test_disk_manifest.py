@@ -12,7 +12,7 @@ import pytest
 from kvstore.namespace import KVLayout, Namespace
 from kvstore.testing import FakeClock
 from kvstore.testing.disk import FaultySystem
-from kvstore.tiers.disk import DiskOptions, identities
+from kvstore.tiers.disk import DiskOptions, identities, slot_bytes_of
 from kvstore.tiers.disk.listing import batches
 from kvstore.tiers.disk.manifest import LOG_BYTES, MAX_BATCH_BYTES, MAX_BATCH_ROWS, Manifest, Row
 from tests.unit.disk_blocks import BUDGET, SMALL, SMALL_SLOT, everything, opened, prompt, put
@@ -132,6 +132,32 @@ class TestNamespaces:
         store.close()
         store = opened(path, options=options)
         assert len(everything(store)[1]) == 12 * 12
+        store.close()
+
+    @pytest.mark.parametrize("unused", range(3, 11))
+    def test_those_of_the_batch_itself_stay(self, path, unused):
+        """Whether the list is full before or after they got their numbers."""
+        options = DiskOptions(BUDGET, reserve_bytes=0, manifest_bytes=64 << 10)
+        store = opened(path, options=options)
+        mine = Namespace(b"mine", KVLayout(1, 1, 1, "int8", 1000))
+        size = slot_bytes_of(mine)
+        offsets = store.allocate(size, 1)
+        key = np.arange(1000, dtype="<i4").tobytes()
+        assert store.write(offsets, list(identities(mine, key)), [np.zeros(2000, np.uint8)]).all()
+        store.release(size, offsets)
+        for number in range(unused):
+            offsets, stored = write_one(
+                store, Namespace(b"m", LAYOUT, salt=f"{number}" + "s" * 3000)
+            )
+            assert stored
+            store.release(SMALL_SLOT, offsets)
+        other = Namespace(b"other", mine.layout, salt="s" * 3000)
+        blocks = [*identities(mine, key * 3), *identities(other, key * 2)]
+        offsets = store.allocate(size, 5)
+        assert store.write(offsets, blocks, [np.zeros(2000, np.uint8)] * 5).all()
+        store.close()
+        store = opened(path, options=options)
+        assert {found.namespace: len(found) for found in store.recover()} == {mine: 3, other: 2}
         store.close()
 
     def test_a_namespace_that_is_too_long_is_refused(self, path):

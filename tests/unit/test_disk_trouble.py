@@ -194,6 +194,30 @@ class TestTrouble:
         system.fault = None
         store.close()
 
+    def test_an_empty_place_where_a_mount_is_missing_is_left_alone(self, path):
+        class Mounts(FaultySystem):
+            missing = False
+
+            def stat(self, path):
+                fields = list(super().stat(path))
+                fields[2] += self.missing
+                return os.stat_result(fields)
+
+        clock, system = FakeClock(), Mounts()
+        store = opened(path, system, clock)
+        offsets, blocks, _ = put(store, SMALL, prompt(SMALL, 0, 12))
+        path.rename(path.with_name("away"))
+        path.mkdir()
+        system.missing = True
+        for first in range(1, 4):
+            fresh, _, stored = put(store, SMALL, prompt(SMALL, first, 12))
+            assert not stored.any()
+            store.release(SMALL_SLOT, fresh)
+            clock.advance(61.0)
+        assert not list(path.iterdir()), "it may be on a disk that has no room"
+        assert get(store, offsets, blocks) == ["good"] * 12
+        store.close()
+
     def test_a_deleted_directory_gives_its_space_back(self, path):
         clock = FakeClock()
         store = opened(path, clock=clock)
@@ -297,7 +321,12 @@ class TestReadingGoesOn:
         assert get(store, offsets, blocks) == ["off"] * 12
         assert "lock" not in system.calls, "what is open stays open"
         assert store.troubles["read", "io_error"] == 2
-        system.gone, system.dead = False, set(range(1000))
+        system.gone = False
+        clock.advance(5.0)
+        assert get(store, offsets, blocks) == ["good"] * 12
+        assert "lock" not in system.calls, "what is open works again"
+        system.dead.update(range(1000))
+        assert get(store, offsets, blocks) == ["unreadable"] * 12
         clock.advance(5.0)
         assert get(store, offsets, blocks) == ["good"] * 12
         store.close()
@@ -318,7 +347,9 @@ class TestBadSpots:
         assert np.flatnonzero(~stored).tolist() == [2, 5]
         assert store.off == {"read": "", "write": ""}
         assert store.slots.bad_bytes == 2 * size
-        assert not store.write(offsets[[2]], blocks[2:3], contents(LARGE, prompt(LARGE, 0, 3))[2:])
+        self.system.bad_for("write", [])
+        again = store.write(offsets[[2]], blocks[2:3], contents(LARGE, prompt(LARGE, 0, 3))[2:])
+        assert not again.any(), "it is not trusted any more"
         let_go(store, offsets, blocks, ~stored)
         again, _, stored = put(store, LARGE, prompt(LARGE, 0, 12), 10)
         assert stored.all()
