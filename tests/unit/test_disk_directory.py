@@ -103,6 +103,31 @@ class TestBudget:
         assert len(everything(store)[1]) == len(blocks)
         store.close()
 
+    def test_segments_grow_only_when_the_list_has_shrunk(self, path):
+        class Watching(FaultySystem):
+            most = 0
+
+            def _step(self, name):
+                sizes = [max(file.st_size, file.st_blocks * 512) for file in files(path).values()]
+                self.most = max(self.most, sum(sizes))
+                return super()._step(name)
+
+        budget = 32 << 20
+        store = opened(path, options=DiskOptions(budget, reserve_bytes=0, manifest_bytes=16 << 20))
+        namespace = Namespace(b"keys", KVLayout(1, 1, 1, "int8", 4096))
+        key = np.arange(4096 * 400, dtype="<i4").tobytes()
+        blocks, size = list(identities(namespace, key)), slot_bytes_of(namespace)
+        payloads = [np.zeros(namespace.layout.block_bytes, np.uint8)] * 400
+        assert store.write(store.allocate(size, 400), blocks, payloads).all()
+        store.close()
+        system = Watching()
+        store = opened(
+            path, system, options=DiskOptions(budget, reserve_bytes=0, manifest_bytes=1 << 20)
+        )
+        assert everything(store)[1] == [], "the list is too long for its new place"
+        store.close()
+        assert budget - (5 << 20) < system.most <= budget
+
     def test_a_reserve_is_left_to_others(self, path):
         with pytest.raises(ConfigError, match="bytes are free"):
             opened(path, options=DiskOptions(BUDGET, reserve_bytes=1 << 60))

@@ -120,10 +120,10 @@ class Directory:
             closing.callback(self._unlock)
             self._lock_identity = self._identity(LOCK_NAME)
             self._check_room()
+            self._open_manifest()  # first: one that is too large leaves before the segments grow
+            closing.callback(self._close_manifest)
             self.segments = Segments(path, options.capacity_bytes, options.file_bytes, system)
             closing.callback(self.segments.close)
-            self._open_manifest()
-            closing.callback(self._close_manifest)
             system.sync_directory(path)
             self._closing = closing.pop_all()
 

@@ -23,7 +23,6 @@ import logging
 import sqlite3
 import threading
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -35,6 +34,7 @@ from kvstore.tiers.disk.format import GOOD
 from kvstore.tiers.disk.listing import Listing, batches, can_be_listed
 from kvstore.tiers.disk.slots import EMPTY, LOST, Slots
 from kvstore.tiers.disk.system import System
+from kvstore.tiers.disk.workers import Workers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -89,8 +89,11 @@ class DiskStore:
         self._generation = self._access.generation
         if self._found:
             self._occupy(self._found)
-        self._executor = ThreadPoolExecutor(options.threads, "kvstore-disk")
-        self._start_threads()
+        try:
+            self._workers = Workers(options.threads)
+        except BaseException:
+            self._access.close()
+            raise
 
     # -- what is there --------------------------------------------------------------------------
 
@@ -235,7 +238,7 @@ class DiskStore:
             self.flush()
         finally:
             self._access.close()
-            self._executor.shutdown()
+            self._workers.close()
 
     def check_invariants(self) -> None:
         """Raise AssertionError naming the first broken invariant of the slots."""
@@ -261,34 +264,32 @@ class DiskStore:
             first = self._generation + 1
             self._generation += len(batch)
             batch.generations = list(range(first, first + len(batch)))
-            errors = self._run(batch.write_run, batch.runs(self.options.threads))
+            error = self._workers.run(batch.write_run, batch.runs(self._workers.count))
             there = ~batch.failed
             if there.any():
                 directory.segments.sync(batch.offsets[there], batch.sizes[there])
                 self._listing.insert(directory.manifest, batch, np.flatnonzero(there).tolist())
-        except (OSError, sqlite3.Error) as error:
-            self._access.trouble(self._access.writing, error)
+        except (OSError, sqlite3.Error) as failure:
+            self._access.trouble(self._access.writing, failure)
             self.slots.doubt(batch.offsets)
             return np.zeros(len(batch), bool)
         kept = np.flatnonzero(there).tolist()
         self.slots.stored(batch.offsets[kept].tolist(), [batch.generations[at] for at in kept])
-        failed = next(filter(None, errors), None)
-        if failed is None:
+        if error is None or self._only_spots(directory, batch, error):
             self._access.ended(self._access.writing, *self._cost(began, batch))
         else:
-            self._set_aside_unwritable(directory, batch, failed)
+            self._access.trouble(self._access.writing, error)
         return there
 
-    def _set_aside_unwritable(self, directory: Directory, batch: Batch, error: OSError) -> None:
-        """Tell bad spots from a device that cannot be written."""
-        works = not batch.failed.all() or (batch.bad.any() and directory.can_write())
-        if works:
-            for offset in batch.offsets[batch.bad].tolist():
-                if self.slots.quarantine(offset, EMPTY):
-                    logger.error("disk tier: the slot at %d cannot be written: %s", offset, error)
+    def _only_spots(self, directory: Directory, batch: Batch, error: OSError) -> bool:
+        """Set slots aside that cannot be written, where others can; say whether that was all the trouble."""
+        if batch.failed.all() and not (batch.bad.any() and directory.can_write()):
+            return False
+        for offset in batch.offsets[batch.bad].tolist():
+            if self.slots.quarantine(offset, EMPTY):
+                logger.error("disk tier: the slot at %d cannot be written: %s", offset, error)
         explained = batch.bad | [bool(verdict) for verdict in batch.verdicts]
-        if not works or (batch.failed & ~explained).any():
-            self._access.trouble(self._access.writing, error)
+        return not (batch.failed & ~explained).any()
 
     def _read(self, directory: Directory, batch: Batch) -> list[str]:
         began = self._clock()
@@ -296,14 +297,14 @@ class DiskStore:
         for index, generation in enumerate(batch.generations):
             if generation <= EMPTY:
                 batch.verdicts[index] = "missing"
-        errors = self._run(batch.read_run, batch.runs(self.options.threads))
+        error = self._workers.run(batch.read_run, batch.runs(self._workers.count))
         verdicts = batch.verdicts
         tried = [verdict for verdict in verdicts if verdict != "missing"]
-        if tried and all(verdict == "unreadable" for verdict in tried):
+        if error is not None and all(verdict == "unreadable" for verdict in tried):
             try:
                 directory.segments.probe()
             except OSError:  # the device, not bad spots on it
-                self._access.trouble(self._access.reading, next(filter(None, errors)))
+                self._access.trouble(self._access.reading, error)
                 return verdicts
         for index, verdict in enumerate(verdicts):
             untried = verdict == "unreadable" and not batch.bad[index]
@@ -315,27 +316,6 @@ class DiskStore:
         if tried:
             self._access.ended(self._access.reading, *self._cost(began, batch))
         return verdicts
-
-    def _run(
-        self, job: Callable[[list[int]], OSError | None], runs: list[list[int]]
-    ) -> list[OSError | None]:
-        """Do ``job`` for every run on the threads; return when all have ended, whatever happens."""
-        if len(runs) < 2:
-            return [job(run) for run in runs]
-        futures = [self._executor.submit(job, run) for run in runs]
-        wait(futures)
-        return [future.result() for future in futures]
-
-    def _start_threads(self) -> None:
-        """Have all threads now: one that cannot be had in a batch would leave calls behind it."""
-        together = threading.Barrier(self.options.threads)
-        try:
-            for _ in range(self.options.threads):
-                self._executor.submit(together.wait)
-        except RuntimeError as error:
-            together.abort()
-            self.close()
-            raise ConfigError(f"threads={self.options.threads}: {error}") from error
 
     def _delete_stale(self, directory: Directory, *, lasting: bool) -> None:
         stale = self.slots.stale()
