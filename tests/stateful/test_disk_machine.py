@@ -65,7 +65,7 @@ class DiskMachine(RuleBasedStateMachine):
         payloads = [pattern(block[0], self.key(block[1])).copy() for block in missing]
         stored = self.store.write(offsets, [self.name(block) for block in missing], payloads)
         if not stored.all():
-            assert self.store.off["write"]
+            assert self.store.off["write"] or self.store.slots.bad_bytes, "trouble, or bad spots"
             stop = int(stored.argmin())
             self.store.release(slot_bytes_of(namespace), offsets[stop:])
             missing = missing[:stop]
@@ -131,13 +131,15 @@ class DiskMachine(RuleBasedStateMachine):
 
     @rule(
         number=st.integers(1, 6),
+        calls=st.integers(1, 3),
         code=st.sampled_from([errno.EIO, errno.ENOSPC]),
         namespace=st.sampled_from(NAMESPACES),
         tokens=TOKENS,
     )
-    def write_with_a_fault(self, number, code, namespace, tokens):
-        """One call fails; after the pause everything works again."""
-        self.system.fault = fails_at(len(self.system.calls) + number, code)
+    def write_with_a_fault(self, number, calls, code, namespace, tokens):
+        """Some calls fail; after the pause everything works again, but for spots that looked bad."""
+        first = len(self.system.calls) + number
+        self.system.fault = fails_at(first, code, first + calls - 1)
         self.write(namespace, tokens)
         self.system.fault = None
         self.clock.advance(61.0)
