@@ -37,7 +37,7 @@ MAX_CALL_BYTES = 8 << 20
 MAX_CALL_SLOTS = 512
 """Two buffers each."""
 MAX_BAD_IN_A_ROW = 3
-"""After so many failed by themselves, the rest of their neighbours is not tried."""
+"""After so many failed by themselves, no more are tried by themselves before a call of the batch succeeds."""
 SPOT_ERRORS = (errno.EIO, errno.ENODATA, errno.EILSEQ)
 """What a device says of a bad spot: ``BLK_STS_IOERR``, ``_MEDIUM`` and ``_PROTECTION``."""
 
@@ -70,6 +70,8 @@ class Batch:
 
         A block that could not be read, and was not tried by itself, is ``unreadable`` as well.
         """
+        self._in_a_row = 0
+        """Blocks, of all runs, that failed by themselves since one did not."""
         self._segments = segments
         self._payloads = payloads
 
@@ -105,27 +107,26 @@ class Batch:
         """Write neighbouring blocks, one by one where not all can be written; return an error if any."""
         error = self._write(run)
         if error is not None and error.errno in SPOT_ERRORS:
-            return self._one_by_one(run, self._write)
+            return self._one_by_one(run, self._write, error)
         return error
 
     def read_run(self, run: list[int]) -> OSError | None:
         """Read and check neighbouring blocks, one by one where not all can be read; return an error if any."""
         error = self._read(run)
-        return error and self._one_by_one(run, self._read)
+        return error and self._one_by_one(run, self._read, error)
 
     def _one_by_one(
-        self, run: list[int], move: Callable[[list[int]], OSError | None]
+        self, run: list[int], move: Callable[[list[int]], OSError | None], together: OSError
     ) -> OSError | None:
-        """Find the bad spots, but do not try the patience of a dead device."""
-        first, in_a_row = None, 0
+        """Find the bad spots, but stop where it looks like a dead device, whose calls may take very long."""
+        first = None
         for index in run:
+            if self._in_a_row >= MAX_BAD_IN_A_ROW:
+                return first or together
             error = move([index])
             first = first or error
-            is_bad = error is not None and not isinstance(error, EndOfFileError)
-            self.bad[index] = is_bad
-            in_a_row = in_a_row + 1 if is_bad else 0
-            if in_a_row == MAX_BAD_IN_A_ROW:
-                break
+            self.bad[index] = error is not None and not isinstance(error, EndOfFileError)
+            self._in_a_row += bool(self.bad[index])
         return first
 
     def _write(self, run: list[int]) -> OSError | None:
@@ -148,6 +149,7 @@ class Batch:
             self.failed[run] = True
             return error
         self.failed[run] = False
+        self._in_a_row = 0
         return None
 
     def _read(self, run: list[int]) -> OSError | None:
@@ -168,6 +170,7 @@ class Batch:
             if verdict == GOOD and not np.may_share_memory(read, target):
                 target[: block.block_bytes] = payload
             self.verdicts[index] = verdict
+        self._in_a_row = 0
         return None
 
 
