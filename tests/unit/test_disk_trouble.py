@@ -218,6 +218,27 @@ class TestTrouble:
         assert get(store, offsets, blocks) == ["good"] * 12
         store.close()
 
+    def test_a_directory_of_somebody_else_in_its_place_is_left_alone(self, path):
+        clock = FakeClock()
+        store = opened(path, clock=clock)
+        offsets, blocks, _ = put(store, SMALL, prompt(SMALL, 0, 12))
+        path.rename(path.with_name("away"))
+        path.mkdir()
+        (path / "thesis.tex").write_text("mine")
+        for first in range(1, 4):
+            fresh, _, stored = put(store, SMALL, prompt(SMALL, first, 12))
+            assert not stored.any()
+            store.release(SMALL_SLOT, fresh)
+            assert get(store, offsets, blocks) == ["good"] * 12
+            clock.advance(61.0)
+        assert store.troubles["write", "not_ours"] == 2
+        shutil.rmtree(path)
+        path.mkdir()
+        assert put(store, SMALL, prompt(SMALL, 4, 12))[2].all()
+        assert get(store, offsets, blocks) == ["missing"] * 12
+        assert not [link for link in open_files() if link.startswith(str(path.with_name("away")))]
+        store.close()
+
     def test_a_deleted_directory_gives_its_space_back(self, path):
         clock = FakeClock()
         store = opened(path, clock=clock)

@@ -112,7 +112,7 @@ class Access:
             self._shut()
 
     def _renew(self, side: Health, resume: Callable[[Directory], None]) -> bool:
-        if self._closed:
+        if not self.may_try(side):  # another thread has found out
             return False
         try:
             if self.directory is None:
@@ -135,26 +135,24 @@ class Access:
             self._open(resume)
 
     def _renew_writing(self, directory: Directory, resume: Callable[[Directory], None]) -> None:
-        try:
-            is_here = directory.is_here()
-        except FileNotFoundError:
-            if directory.is_deleted():
-                self._shut()  # gives the space back
-            raise
-        if is_here:
+        if directory.is_deleted():
+            self._shut()  # gives the space back
+            self._open(resume)
+        elif directory.is_here():
             directory.reopen_manifest()
             resume(directory)
         else:
-            self._shut()
             self._open(resume)
 
     def _open(self, resume: Callable[[Directory], None]) -> None:
+        """Open what lies at the path; what is open already stays so until that has worked."""
         directory = Directory(self._path, self._options, self._system)
         try:
             resume(directory)
         except BaseException:
             directory.close()
             raise
+        self._shut()
         self.directory = directory
         self._doubts.clear()
 
