@@ -472,7 +472,7 @@ class Residency:
         assert isinstance(tree, NamespaceTree)
         if self._events.active:
             self._tell_removed(node, keep)
-        tier = self.tiers[int(self.where(node.blocks[keep : keep + 1])[0][0])]
+        tier = self.tiers[int((self.table.slots[:, node.blocks[keep]] != NO_SLOT).argmax())]
         policy = type(tier.policy).__name__
         self.obituaries.add(
             tree.namespace.digest, node, keep, reason, tier=tier.name, policy=policy
