@@ -33,8 +33,9 @@ class Segment:
     tier: str | None
     """Tier that has them; None for a miss."""
     cause: str
-    """``hit``, or why not: ``not_stored``, ``evicted``, ``corrupt``, ``aborted``, ``cleared``,
-    ``being_stored``, ``other_namespace``, ``incomplete_block``, ``last_token``."""
+    """``hit``, or why not: ``not_stored``, ``diverges``, ``evicted``, ``expired``, ``corrupt``, ``aborted``,
+    ``cleared``, ``being_stored``, ``pending``, ``not_worth_loading``, ``too_late``, ``off``,
+    ``other_namespace``, ``incomplete_block``, ``last_token``."""
     detail: str
     """One sentence for people: how long ago, for what, what to do."""
 
@@ -48,6 +49,17 @@ class Explanation:
     segments: tuple[Segment, ...]
 
 
+class Withheld(NamedTuple):
+    """Blocks ``[start, stop)`` of a prompt that a store knows of and would not lend now."""
+
+    start: int
+    stop: int
+    cause: str
+    """``pending``, ``not_worth_loading``, ``too_late`` or ``off``."""
+    detail: str = ""
+    """As of a :class:`Segment`; empty: the usual one of the cause."""
+
+
 class Loss(NamedTuple):
     """Why a block is not in the index any more."""
 
@@ -56,13 +68,20 @@ class Loss(NamedTuple):
     age_s: float
     position: int
     """Of the first block that was lost with it, in the prompt; 0 when the namespace was cleared."""
+    tier: str = ""
+    """Fastest tier that had the first lost block; empty if not known."""
+    policy: str = ""
+    """Name of the policy of that tier; empty if not known."""
+    wanted: int = 0
+    """Blocks that somebody wanted room for; 0 if not known."""
 
 
 class _Entry(NamedTuple):
-    reason: str
     at_s: float
     stop: int
     """Position behind the last block that was lost."""
+    loss: Loss
+    """With age 0, and without a position: that depends on who asks."""
 
 
 class Obituaries:
@@ -85,7 +104,17 @@ class Obituaries:
         """Entries kept, of subtrees and of namespaces."""
         return len(self._entries) + len(self._cleared)
 
-    def add(self, digest: bytes, node: Node, keep: int, reason: str) -> None:
+    def add(
+        self,
+        digest: bytes,
+        node: Node,
+        keep: int,
+        reason: str,
+        *,
+        tier: str = "",
+        policy: str = "",
+        wanted: int = 0,
+    ) -> None:
         """Note that ``node`` is about to lose its blocks from ``keep`` on, with all below them.
 
         Args:
@@ -93,6 +122,9 @@ class Obituaries:
             node: in the tree, as it is before the loss.
             keep: blocks of the node that stay.
             reason: as in the counter ``evicted_blocks``.
+            tier: fastest one that has the block at ``keep``.
+            policy: name of the policy of that tier.
+            wanted: blocks that somebody wants room for. A number and no name: it may be another tenant.
         """
         stride = node.tree.key_bytes
         stop, width = (keep + 1) * stride, _context_bytes(stride)
@@ -107,11 +139,11 @@ class Obituaries:
         name = _name(digest, position, context)
         if name in self._entries:  # not all that was lost before need have come back
             stop = max(stop, self._entries[name].stop)
-        self._put(self._entries, name, reason, stop)
+        self._put(self._entries, name, stop, Loss(reason, 0.0, 0, tier, policy, wanted))
 
     def add_cleared(self, digest: bytes) -> None:
         """Note that everything in the namespace ``digest`` is lost."""
-        self._put(self._cleared, digest, "cleared", 0)
+        self._put(self._cleared, digest, 0, Loss("cleared", 0.0, 0))
 
     def find(self, digest: bytes, key: bytes, stride: int, position: int) -> Loss | None:
         """Return the newest loss of block ``position`` of a prompt, or None if none is known.
@@ -131,11 +163,11 @@ class Obituaries:
             entry = self._entries.get(_name(digest, first, key[max(0, stop - width) : stop]))
             if entry and entry.stop > position and not (newest and newest.at_s > entry.at_s):
                 newest, found = entry, first
-        return newest and Loss(newest.reason, self._clock() - newest.at_s, found)
+        return newest and newest.loss._replace(age_s=self._clock() - newest.at_s, position=found)
 
-    def _put(self, entries: dict[T, _Entry], name: T, reason: str, stop: int) -> None:
+    def _put(self, entries: dict[T, _Entry], name: T, stop: int, loss: Loss) -> None:
         entries.pop(name, None)
-        entries[name] = _Entry(reason, self._clock(), stop)
+        entries[name] = _Entry(self._clock(), stop, loss)
         if len(entries) > self._max_entries:
             del entries[next(iter(entries))]
 

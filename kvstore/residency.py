@@ -33,7 +33,7 @@ from kvstore.events import BlockRemoved, EventLog
 from kvstore.parts import Parts, mask_of
 from kvstore.tiers.arena import ALIGNMENT, slot_bytes
 from kvstore.tiers.moves import Move, checksums, copy_blocks, on_host
-from kvstore.tiers.tier import NamespaceTree, Tier, TierOrders
+from kvstore.tiers.tier import NamespaceTree, Tier, TierOrders, Trees
 from kvstore.tokens import TOKEN_BYTES
 from radix import LRU, LeafOrder, check_invariants
 
@@ -99,7 +99,7 @@ class Residency:
         """Start empty. ``lock`` is the pool's; moves and seals take it to apply their results."""
         self.tiers = tuple(tiers)
         self.table = BlockTable(len(self.tiers))
-        self.trees: dict[bytes, NamespaceTree] = {}
+        self.trees = Trees()
         self.order = TierOrders([tier.policy for tier in self.tiers])
         self.moves: set[Move] = set()
         self.parts = Parts()
@@ -472,7 +472,11 @@ class Residency:
         assert isinstance(tree, NamespaceTree)
         if self._events.active:
             self._tell_removed(node, keep)
-        self.obituaries.add(tree.namespace.digest, node, keep, reason)
+        tier = self.tiers[int((self.table.slots[:, node.blocks[keep]] != NO_SLOT).argmax())]
+        policy = type(tier.policy).__name__
+        self.obituaries.add(
+            tree.namespace.digest, node, keep, reason, tier=tier.name, policy=policy
+        )
         self._drop(tree.trim(node, keep), reason)
         if not tree.num_blocks:
             self.trees.pop(tree.namespace.digest, None)

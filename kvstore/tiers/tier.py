@@ -5,6 +5,7 @@ Every radix tree tells the policies of all tiers what is used, through one :clas
 
 from __future__ import annotations
 
+from collections import UserDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,7 @@ from kvstore.tiers.arena import ALIGNMENT, MAX_SLABS, Arena
 from radix import EvictionOrder, RadixTree
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Collection, Iterator, Sequence
 
     from kvstore.namespace import Namespace
     from kvstore.tiers.store import Store
@@ -46,6 +47,32 @@ class NamespaceTree(RadixTree):
         """Make the empty tree of ``namespace``."""
         super().__init__(namespace.key_bytes, order)
         self.namespace = namespace
+
+
+class Trees(UserDict[bytes, NamespaceTree]):
+    """Trees by the digest of their namespace; those of one tenant are found without touching others."""
+
+    def __init__(self) -> None:
+        """Start empty."""
+        super().__init__()
+        self._tenants: dict[str | None, dict[bytes, NamespaceTree]] = {}
+
+    def __setitem__(self, digest: bytes, tree: NamespaceTree) -> None:
+        """Add ``tree``, or replace the one of the same namespace."""
+        super().__setitem__(digest, tree)
+        self._tenants.setdefault(tree.namespace.tenant, {})[digest] = tree
+
+    def __delitem__(self, digest: bytes) -> None:
+        """Remove a tree, and the record of a tenant with its last one."""
+        tenant = self.data[digest].namespace.tenant
+        super().__delitem__(digest)
+        del self._tenants[tenant][digest]
+        if not self._tenants[tenant]:
+            del self._tenants[tenant]
+
+    def of_tenant(self, tenant: str | None) -> Collection[NamespaceTree]:
+        """Trees of the namespaces of ``tenant``, the oldest first."""
+        return self._tenants.get(tenant, {}).values()
 
 
 class TierOrders(EvictionOrder):

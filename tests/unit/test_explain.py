@@ -1,15 +1,19 @@
-"""Why tokens hit or miss: causes, details and tiers, and the bounded memory of what was lost."""
+"""Why tokens hit or miss: causes, details and tiers."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from kvstore.diagnosis import LOSSES, MAX_OTHERS
-from kvstore.explain import MAX_POSITIONS, Obituaries, Segment
+from kvstore import diagnosis
+from kvstore.diagnosis import LOSSES, MAX_BRANCHES, MAX_OTHERS, WITHHELD
+from kvstore.explain import Segment, Withheld
 from kvstore.namespace import KVLayout, Namespace
 from kvstore.testing import FakeClock, small_pool
 from kvstore.testing.contracts import ClientContract
+from kvstore.tokens import MediaSpan, block_keys
 from radix import RadixTree
 
 LAYOUT = KVLayout(1, 1, 8, "float32", block_tokens=4)
@@ -79,6 +83,17 @@ def test_explaining_counts_as_no_use():
 # -- losses
 
 
+SENTENCES = {
+    "capacity": "evicted from dram 42 s ago to make room for other blocks, as LRU chose",
+    "quota": "evicted from dram 42 s ago because its tenant had all that it may have, as LRU chose",
+    "evicted": "evicted from dram 42 s ago because somebody asked for it",
+    "expired": "dropped from dram 42 s ago at the end of its time to live",
+    "corrupt": "dropped from dram 42 s ago because the bytes did not match their checksum",
+    "aborted": "its writer gave up 42 s ago",
+    "cleared": "everything in this namespace was forgotten 42 s ago",
+}
+
+
 @pytest.mark.parametrize("reason", LOSSES)
 def test_a_loss_is_told_with_its_age_and_only_to_those_who_lost(reason):
     clock = FakeClock()
@@ -88,10 +103,10 @@ def test_a_loss_is_told_with_its_age_and_only_to_those_who_lost(reason):
     clock.advance(100)
     lose(pool, reason)
     clock.advance(42)
-    cause, sentence = LOSSES[reason]
+    cause, _ = LOSSES[reason]
     lost = [(cause, 16)] if reason in ("evicted", "cleared") else [("hit", 8), (cause, 8)]
     assert fates(pool, range(17)) == [*lost, ("incomplete_block", 1)]
-    assert detail(pool, range(17)) == sentence.format("42 s")
+    assert detail(pool, range(17)) == SENTENCES[reason]
     if reason != "cleared":
         for stranger in (range(8, 17), range(1, 18)):
             assert fates(pool, stranger)[0][0] == "not_stored", stranger
@@ -114,8 +129,45 @@ def lose(pool, reason):
         list(lease.slots())[2][0] ^= 1
         assert pool.verify(lease) == 2
         pool.release(lease)
+    elif reason in ("quota", "expired"):
+        match = pool._residency.find(NAMESPACE, block_keys(NAMESPACE, range(16))).match
+        pool._residency.detach(match.nodes, match.block_ids()[2:], reason)
     else:
         pool.evict(NAMESPACE, range(16))
+
+
+def test_a_loss_names_the_tier_where_the_block_was_last():
+    pool = small_pool(4, 8)
+    put(pool, range(16))
+    pool.demote(NAMESPACE, range(8), "gpu")
+    pool.drain()
+    pool.evict(NAMESPACE, range(16))
+    assert detail(pool, range(17)).startswith("evicted from dram 0 s ago")
+    put(pool, range(4))
+    pool.evict(NAMESPACE, range(4))
+    assert detail(pool, range(5)).startswith("evicted from gpu 0 s ago"), "the fastest one"
+    pool.close()
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({}, "evicted 0 s ago to make room for other blocks"),
+        ({"tier": "disk", "wanted": 1}, "evicted from disk 0 s ago to make room for a block"),
+        (
+            {"tier": "gpu", "policy": "S3FIFO", "wanted": 12},
+            "evicted from gpu 0 s ago to make room for 12 blocks, as S3FIFO chose",
+        ),
+    ],
+)
+def test_a_loss_says_as_much_as_is_known_of_it(given, sentence):
+    pool = small_pool(4)
+    tree = RadixTree(NAMESPACE.key_bytes)
+    tree.insert(block_keys(NAMESPACE, range(16)), np.arange(4, dtype=np.int32))
+    (node,) = tree.walk()
+    pool._residency.obituaries.add(NAMESPACE.digest, node, 0, "capacity", **given)
+    assert detail(pool, range(17)) == sentence
+    pool.close()
 
 
 def test_what_was_stored_again_hits_and_what_was_lost_last_counts():
@@ -146,7 +198,8 @@ def test_what_went_with_its_head_and_did_not_come_back_with_it(head):
     put(pool, range(head))
     assert fates(pool, range(17))[:2] == [("hit", head), ("evicted", 16 - head)]
     assert detail(pool, range(17)) == (
-        LOSSES["evicted"][1].format("7 s") + f"; of that, only tokens 0-{head - 1} came back"
+        "evicted from dram 7 s ago because somebody asked for it"
+        f"; of that, only tokens 0-{head - 1} came back"
     )
     grown = range(24)
     put(pool, range(16))
@@ -197,17 +250,110 @@ def test_losing_comes_before_other_namespaces_and_clearing_after_them():
 # -- other namespaces
 
 
-def test_the_namespace_that_has_most_is_named_and_keys_of_another_length_are_not_compared():
+def test_the_namespace_that_has_most_is_named():
     pool = small_pool(64)
     some, most = (Namespace(b"w", LAYOUT, salt=salt) for salt in ("some", "most"))
-    long = Namespace(b"w", KVLayout(1, 1, 8, "float32", block_tokens=2))
     put(pool, range(8), some)
     put(pool, range(12), most)
-    put(pool, range(16), long)
     assert fates(pool, range(17)) == [("other_namespace", 16), ("incomplete_block", 1)]
-    assert most.digest.hex()[:8] in detail(pool, range(17))
+    told = f"namespace {most.digest.hex()[:8]} has 12 tokens of it, and differs in salt"
+    assert detail(pool, range(17)) == told
     put(pool, range(12))
     assert fates(pool, range(17))[1] == ("not_stored", 4), "nobody has more"
+    pool.close()
+
+
+def like(**changed):
+    """``NAMESPACE`` with another value of some fields, its layout's among them."""
+    parts = {name: changed.pop(name) for name in list(changed) if name in vars(LAYOUT)}
+    return replace(NAMESPACE, layout=replace(LAYOUT, **parts), **changed)
+
+
+@pytest.mark.parametrize(
+    ("changed", "differing"),
+    [
+        ({"model": b"v"}, "weights"),
+        ({"adapter": b"a"}, "adapter (none here)"),
+        ({"settings": b"s"}, "attention settings (none here)"),
+        ({"dtype": "float16"}, "dtype (float32 here, float16 there)"),
+        ({"block_tokens": 2}, "block_tokens (4 here, 2 there)"),
+        ({"block_tokens": 8}, "block_tokens (4 here, 8 there)"),
+        ({"num_layers": 3}, "num_layers (1 here, 3 there)"),
+        ({"num_kv_heads": 3}, "num_kv_heads (1 here, 3 there)"),
+        ({"head_dim": 3}, "head_dim (8 here, 3 there)"),
+        ({"attention": "mla"}, "attention (mha here, mla there)"),
+        ({"layer_start": 3}, "layer_start (0 here, 3 there)"),
+        ({"head_start": 3}, "head_start (0 here, 3 there)"),
+        ({"opaque": "sesame"}, "opaque"),
+        ({"salt": "sesame"}, "salt"),
+        (
+            {"salt": "", "dtype": "float16", "model": b"v"},
+            "weights, dtype (float32 here, float16 there), salt",
+        ),
+    ],
+)
+def test_the_fields_in_which_another_namespace_differs_are_named(changed, differing):
+    pool = small_pool(64)
+    other = like(**changed)
+    put(pool, range(16), other)
+    assert fates(pool, range(17)) == [("other_namespace", 16), ("incomplete_block", 1)]
+    told = f"namespace {other.digest.hex()[:8]} has 16 tokens of it, and differs in {differing}"
+    assert detail(pool, range(17)) == told
+    if other.layout.block_tokens == 4:
+        put(pool, range(200, 204))
+        assert fates(pool, range(200, 205), other)[0] == ("other_namespace", 4)
+        mirrored = detail(pool, range(200, 205), other)
+        assert differing.replace("none here", "none there").split(" (")[0] in mirrored
+        assert ("none there" in mirrored) == ("none here" in differing)
+    assert "sesame" not in str(pool.explain(NAMESPACE, range(17)))
+    pool.close()
+
+
+def test_of_namespaces_with_as_much_the_one_most_alike_is_named():
+    pool = small_pool(64)
+    put(pool, range(16), like(model=b"v", salt="s"))
+    put(pool, range(16), like(head_dim=3))
+    put(pool, range(16), like(model=b"v", dtype="float16"))
+    assert detail(pool, range(17)).endswith("differs in head_dim (8 here, 3 there)")
+    pool.close()
+
+
+def test_namespaces_that_differ_in_the_kind_of_keys_are_not_compared():
+    pool = small_pool(64)
+    tokens = block_keys(NAMESPACE, range(16))
+    pool.commit(pool.reserve(like(keys="hash"), tokens))
+    assert fates(pool, range(17))[0] == ("not_stored", 16)
+    pool.close()
+
+
+@pytest.mark.parametrize("here", [None, "", "we"])
+def test_the_namespaces_of_other_tenants_count_as_not_existing(here):
+    pool = small_pool(64)
+    for there in {None, "", "we", "they"} - {here}:
+        put(pool, range(16), like(tenant=there))
+        put(pool, range(16), like(tenant=there, salt="s"))
+    mine = like(tenant=here)
+    assert fates(pool, range(17), mine) == [("not_stored", 16), ("incomplete_block", 1)]
+    put(pool, range(8), mine)
+    assert fates(pool, range(17), mine)[1] == ("not_stored", 8)
+    put(pool, range(12), like(tenant=here, salt="s"))
+    assert fates(pool, range(17), mine)[1] == ("other_namespace", 8)
+    pool.close()
+
+
+def test_the_trees_of_other_tenants_are_not_looked_at(monkeypatch):
+    """So they can neither use up what may be asked, nor time."""
+    pool = small_pool(2 * MAX_OTHERS)
+    for number in range(MAX_OTHERS + 1):
+        put(pool, range(4), like(tenant="they", salt=str(number)))
+    put(pool, range(16), like(salt="s"))
+    put(pool, range(4))
+    matched, match = [], RadixTree.match
+    monkeypatch.setattr(
+        RadixTree, "match", lambda tree, key: matched.append(tree) or match(tree, key)
+    )
+    assert fates(pool, range(17))[1] == ("other_namespace", 12)
+    assert len(matched) == 2, "its own, and that of the other salt"
     pool.close()
 
 
@@ -221,108 +367,191 @@ def test_so_many_namespaces_are_asked_and_no_more():
     pool.close()
 
 
-# -- obituaries
+def test_so_many_blocks_are_compared_in_other_namespaces_and_no_more(monkeypatch):
+    monkeypatch.setattr(diagnosis, "MAX_COMPARED_BLOCKS", 6)
+    pool = small_pool(64)
+    for number, length in enumerate((12, 12, 16)):
+        put(pool, range(length), like(salt=str(number)))
+    assert "has 12 tokens of it" in detail(pool, range(17))
+    monkeypatch.setattr(diagnosis, "MAX_COMPARED_BLOCKS", 7)
+    assert "has 16 tokens of it" in detail(pool, range(17))
+    pool.close()
 
 
-def tree_of(tokens, stride=4):
-    tree = RadixTree(stride)
-    key = np.array(list(tokens), "<i4").tobytes()
-    tree.insert(key, np.arange(len(key) // stride, dtype=np.int32))
-    (node,) = tree.walk()
-    return tree, node, key
+def test_a_tenant_without_trees_leaves_nothing_behind():
+    pool = small_pool(8)
+    for salt in "ab":
+        put(pool, range(4), like(tenant="we", salt=salt))
+    trees = pool._residency.trees
+    assert len(trees.of_tenant("we")) == 2
+    pool.evict(like(tenant="we", salt="a"), range(4))
+    assert [tree.namespace.salt for tree in trees.of_tenant("we")] == ["b"]
+    pool.clear()
+    assert len(trees) == len(trees._tenants) == 0
+    pool.close()
 
 
-def test_obituaries_are_bounded_and_the_oldest_go():
+# -- other continuations
+
+
+def other_prompt(length, parting):
+    """``range(length)`` with other tokens from ``parting`` on."""
+    return [*range(parting), *range(1000 + parting, 1000 + length)]
+
+
+@pytest.mark.parametrize("parting", range(1, 16))
+@pytest.mark.parametrize("others", ["none", "that part earlier"])
+def test_the_token_where_prompts_part_is_named(parting, others):
+    pool = small_pool(128)
+    put(pool, other_prompt(32, parting))
+    for earlier in range(parting if others != "none" else 0):
+        put(pool, [*other_prompt(16, earlier)[:15], 5000 + earlier])
+    hit = parting // 4 * 4
+    expected = [("hit", hit)] * (hit > 0) + [("diverges", 16 - hit), ("incomplete_block", 1)]
+    assert fates(pool, range(17)) == expected
+    assert detail(pool, range(17)) == (
+        f"what is stored begins with the same {parting} tokens, and goes on with others at token {parting}"
+    )
+    pool.close()
+
+
+def test_a_prompt_of_which_not_one_token_is_known_diverges_from_nothing():
+    pool = small_pool(64)
+    put(pool, other_prompt(32, 0))
+    assert fates(pool, range(17))[0] == ("not_stored", 16)
+    pool.close()
+
+
+def test_of_many_continuations_the_one_with_most_in_common_counts_and_so_many_are_compared():
+    pool = small_pool(MAX_BRANCHES + 8)
+    for number in range(MAX_BRANCHES - 1):
+        put(pool, [*range(4), 1000 + number, 5, 6, 7])
+    put(pool, [*range(6), 1000, 1001])
+    put(pool, [*range(7), 1000])
+    assert fates(pool, range(9)) == [("hit", 4), ("diverges", 4), ("incomplete_block", 1)]
+    assert "the same 6 tokens" in detail(pool, range(9))
+    pool.close()
+
+
+def test_what_was_lost_or_is_elsewhere_comes_before_other_continuations_and_clearing_after_them():
     clock = FakeClock()
-    obituaries = Obituaries(clock, max_entries=10)
-    _, node, key = tree_of(range(100))
-    for position in range(50):
-        obituaries.add(b"d", node, position, "capacity")
-        obituaries.add_cleared(position.to_bytes(2, "little"))
-        clock.advance(1)
-    assert len(obituaries) == 20
-    found = [obituaries.find(b"d", key, 4, position) for position in range(50)]
-    assert [entry is not None for entry in found] == [False] * 40 + [True] * 10
-    assert found[-1] == ("capacity", 1, 49)
-    assert [
-        obituaries.find(position.to_bytes(2, "little"), key, 4, 99) is None
-        for position in range(50)
-    ] == [True] * 40 + [False] * 10
+    pool = small_pool(64, clock=clock)
+    put(pool, range(16))
+    pool.clear()
+    clock.advance(5)
+    put(pool, other_prompt(16, 6))
+    assert fates(pool, range(17))[1] == ("diverges", 12)
+    assert detail(pool, range(17)).endswith(
+        "at token 6; everything in this namespace was forgotten 5 s ago; of that, only tokens 0-3 came back"
+    )
+    put(pool, range(16), like(salt="s"))
+    assert fates(pool, range(17))[1] == ("other_namespace", 12)
+    pool.abort(pool.reserve(NAMESPACE, range(16)))
+    assert fates(pool, range(17))[1] == ("aborted", 12)
+    pool.close()
 
 
-def test_what_is_lost_again_is_remembered_as_new():
-    clock = FakeClock()
-    obituaries = Obituaries(clock, max_entries=2)
-    _, node, key = tree_of(range(10))
-    for position, reason in ((1, "capacity"), (2, "capacity"), (1, "corrupt"), (3, "aborted")):
-        obituaries.add(b"d", node, position, reason)
-        clock.advance(1)
-    found = [obituaries.find(b"d", key, 4, position) for position in (0, 1, 2, 3, 9, 10)]
-    corrupt, aborted = ("corrupt", 2, 1), ("aborted", 1, 3)
-    assert found == [None, corrupt, corrupt, aborted, aborted, None]
+def test_of_hashes_it_is_only_known_in_which_block_prompts_part():
+    hashed = like(keys="hash")
+    pool = small_pool(8)
+    keys = bytes(range(128))
+    pool.commit(pool.reserve(hashed, keys[:64] + keys[:32]))
+    assert fates(pool, keys, hashed) == [("hit", 8), ("diverges", 8)]
+    assert detail(pool, keys, hashed) == (
+        "what is stored begins with the same 8 tokens, and goes on with others within tokens 8-11"
+    )
+    assert fates(pool, bytes([0, *keys[:31]]), hashed) == [("not_stored", 4)], (
+        "the first bytes are no token"
+    )
+    pool.close()
 
 
-def test_an_obituary_is_found_by_namespace_position_and_the_last_blocks():
-    obituaries = Obituaries(FakeClock())
-    _, node, key = tree_of([7] * 2000)
-    obituaries.add(b"d", node, 1500, "capacity")
-    lost = "capacity", 0, 1500
-    for position in (1500, 1501, 1999):
-        assert obituaries.find(b"d", key, 4, position) == lost
-    assert obituaries.find(b"e", key, 4, 1500) is None
-    assert obituaries.find(b"d", key, 4, 1499) is None, "repetitions are told apart"
-    far, near = bytearray(key), bytearray(key)
-    far[0] ^= 1
-    near[1499 * 4] ^= 1
-    assert obituaries.find(b"d", bytes(far), 4, 1500) == lost, "only the last 2 KiB"
-    assert obituaries.find(b"d", bytes(near), 4, 1500) is None
+@pytest.mark.parametrize(
+    ("ours", "theirs"), [(b"a" * 16, b"b" * 16), (b"a" * 16, None), (None, b"b" * 16)]
+)
+def test_of_media_it_is_only_known_in_which_block_prompts_part(ours, theirs):
+    layout = replace(LAYOUT, block_tokens=8)
+    namespace = Namespace(b"w", layout)
+    pool = small_pool(16)
+    spans = [[MediaSpan(10, 2, medium)] if medium else [] for medium in (ours, theirs)]
+    keys = [block_keys(namespace, range(25), span) for span in spans]
+    pool.commit(pool.reserve(namespace, keys[1]))
+    assert fates(pool, keys[0], namespace)[:2] == [("hit", 8), ("diverges", 16)]
+    assert detail(pool, keys[0], namespace).endswith("with others within tokens 8-15")
+    pool.close()
 
 
-def test_a_loss_reaches_down_to_the_deepest_block_that_went_and_so_far_is_looked_back():
-    tree, _, key = tree_of(range(2000))
-    tree.insert(key[:400] + b"x" * 400, np.arange(3000, 3100, dtype=np.int32))
-    obituaries = Obituaries(FakeClock())
-    (root,) = tree.root.children.values()
-    obituaries.add(b"d", root, 50, "capacity")
-    branch = key[:400] + b"x" * 8000
-    for position, found in ((50, True), (1000, True), (50 + MAX_POSITIONS, False)):
-        assert (obituaries.find(b"d", key, 4, position) is not None) == found, position
-        assert (obituaries.find(b"d", branch, 4, position) is not None) == found, position
-    assert obituaries.find(b"d", key, 4, 49 + MAX_POSITIONS) == ("capacity", 0, 50)
-    tree.trim(root, 0)
-    tree.insert(key[:240], np.arange(60, dtype=np.int32))
-    (root,) = tree.root.children.values()
-    obituaries.add(b"d", root, 50, "evicted")
-    assert obituaries.find(b"d", key, 4, 60) == ("evicted", 0, 50), "what else went is not back"
-    obituaries.add(b"e", root, 50, "evicted")
-    assert obituaries.find(b"e", key, 4, 59) == ("evicted", 0, 50)
-    assert obituaries.find(b"e", key, 4, 60) is None
+# -- what a store knows and would not lend
 
 
-@pytest.mark.parametrize("cuts", [[3], [1, 2, 3], list(range(1, 40)), [600], [511, 512, 513]])
-def test_it_does_not_matter_how_the_tree_is_cut_into_nodes(cuts):
-    tree, _, key = tree_of(range(700))
-    for cut in cuts:  # branches off after so many blocks
-        branch = key[: cut * 4] + b"\xff" * 4
-        tree.insert(branch, np.array([10_000 + cut], np.int32))
-    path = tree.match(key).nodes
-    above = 0
-    for node in path:
-        for keep in {0, len(node.blocks) - 1}:
-            obituaries = Obituaries(FakeClock())
-            obituaries.add(b"d", node, keep, "capacity")
-            lost = "capacity", 0, above + keep
-            assert obituaries.find(b"d", key, 4, above + keep) == lost
-            assert obituaries.find(b"d", key, 4, 699) == lost, "the last one went with it"
-        above += len(node.blocks)
-    assert above == 700
+def explained(pool, tokens, *withheld):
+    """Causes, details and lengths when the store says that it would not lend ``withheld``."""
+    seen = []
+
+    def hook(found):
+        seen.append(found)
+        return withheld
+
+    key = block_keys(NAMESPACE, tokens)
+    told = diagnosis.explain(pool._residency, NAMESPACE, key, hook)
+    (found,) = seen
+    assert np.array_equal(found.ids, pool._residency.find(NAMESPACE, key).ids)
+    assert told.hit_tokens == sum(
+        segment.stop - segment.start for segment in told.segments if segment.tier
+    )
+    assert [segment.start for segment in told.segments[1:]] == [
+        segment.stop for segment in told.segments[:-1]
+    ]
+    return [
+        (segment.cause, segment.stop - segment.start, segment.detail)
+        for segment in told.segments
+        if segment.cause != "incomplete_block"
+    ]
 
 
-def test_a_block_longer_than_the_context_is_its_own_context():
-    obituaries = Obituaries(FakeClock())
-    _, node, key = tree_of(range(4096), stride=4096)
-    obituaries.add(b"d", node, 2, "capacity")
-    lost = "capacity", 0, 2
-    assert obituaries.find(b"d", key, 4096, 2) == lost
-    assert obituaries.find(b"d", b"x" + key[1:], 4096, 2) == lost
-    assert obituaries.find(b"d", key[:-4097] + b"x" + key[-4096:], 4096, 3) is None
+@pytest.mark.parametrize("cause", WITHHELD)
+def test_what_is_withheld_is_no_hit_and_what_is_behind_it_neither(cause):
+    pool = small_pool(16)
+    put(pool, range(24))
+    usual = WITHHELD[cause]
+    assert explained(pool, range(25), Withheld(2, 6, cause)) == [
+        ("hit", 8, "in dram"),
+        (cause, 16, usual),
+    ]
+    assert explained(pool, range(25), Withheld(0, 6, cause)) == [(cause, 24, usual)]
+    assert explained(pool, range(25), Withheld(2, 3, cause, "because")) == [
+        ("hit", 8, "in dram"),
+        (cause, 16, "because"),
+    ]
+    pool.close()
+
+
+def test_what_is_withheld_comes_before_every_other_cause():
+    pool = small_pool(16)
+    put(pool, range(8))
+    writing = pool.reserve(NAMESPACE, range(16))
+    told = explained(
+        pool,
+        range(29),
+        *(Withheld(1, 2, "off"), Withheld(2, 3, "pending"), Withheld(4, 6, "too_late", "late")),
+    )
+    assert [fate[:2] for fate in told] == [
+        *(("hit", 4), ("off", 4), ("pending", 4), ("being_stored", 4), ("too_late", 8)),
+        ("not_stored", 4),
+    ]
+    told = explained(pool, range(29), Withheld(3, 7, "not_worth_loading"))
+    assert [fate[:2] for fate in told] == [
+        *(("hit", 8), ("being_stored", 4), ("not_worth_loading", 16))
+    ]
+    pool.abort(writing)
+    pool.close()
+
+
+def test_a_short_prompt_is_told_so():
+    pool = small_pool(4)
+    told = "the prompt is shorter than a block: only whole blocks of 4 tokens are stored"
+    assert detail(pool, range(3)) == told
+    told = "only whole blocks of 4 tokens are stored"
+    for length in (5, 7, 9):
+        assert pool.explain(NAMESPACE, range(length)).segments[-1].detail == told
+    pool.close()
