@@ -40,9 +40,10 @@ check: setup  ## Lint, formatting, types, and who may import whom
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 
-bench: setup  ## Measure the index, the daemon, copies of blocks, and time to first token
+bench: setup  ## Measure the index, the daemon, the disk, copies of blocks, and time to first token
 	$(BIN)/python -m bench.index $(ARGS)
 	$(BIN)/python -m bench.store $(ARGS)
+	$(BIN)/python -m bench.store --tier disk $(ARGS)
 	$(BIN)/python -m bench.pages $(ARGS)
 	$(BIN)/python -m bench.ttft $(ARGS)
 

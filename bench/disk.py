@@ -1,13 +1,18 @@
-"""The disk tier beside plain calls: the same threads, alignment, file system and bytes, in one run.
+"""``bench.store --tier disk``: reads and writes beside plain calls, and restarts of a pool.
 
-The limit of a read or write is a loop of ``preadv`` or ``pwritev`` past the page cache, one call a block,
-on as many threads, into a file allocated in the same directory; writes end with ``fdatasync`` on both
-sides. The store adds headers, checksums, the check of both, and the rows of its manifest.
+The limit of a read or write is, in the same run, a loop of ``preadv`` or ``pwritev`` past the page cache, one
+call a block, on as many threads, into a file allocated in the same directory; writes end with ``fdatasync``
+on both sides. The store adds headers, checksums, the check of both, and the rows of its manifest.
+
+A restart is measured from before the pool is opened until it has lent the blocks of a prompt, which it had
+to load. Then every block must be known, and those of a sample must have the right bytes.
 """
 
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -18,8 +23,9 @@ from typing import TYPE_CHECKING
 import click
 import numpy as np
 
-from bench.report import Row, report, row
-from kvstore.cli.table import output_option
+import kvstore
+from bench.report import Row, row
+from kvstore.host import file_system
 from kvstore.namespace import KVLayout, Namespace
 from kvstore.tiers.disk import DiskOptions, DiskStore, identities, slot_bytes_of
 from kvstore.tiers.memory import Region
@@ -40,18 +46,10 @@ BATCHES = 8
 """Places on disk that are used in turn, on both sides."""
 RESTART_BLOCKS = 100_000
 PROMPT_BLOCKS = 100
+RESTARTED = Namespace(b"bench restart", KVLayout(1, 1, 64, "bfloat16", BLOCK_TOKENS))
+"""Blocks of 4 KiB."""
+SAMPLE = 20
 MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs", "devtmpfs")
-
-
-def file_system(path: Path) -> str:
-    """Type of the file system that ``path`` is on."""
-    best, kind = "", "unknown"
-    for line in Path("/proc/mounts").read_text().splitlines():
-        _, place, found, *_ = line.split()
-        inside = path.resolve().is_relative_to(place)
-        if inside and len(place) >= len(best):
-            best, kind = place, found
-    return kind
 
 
 @contextmanager
@@ -189,58 +187,114 @@ def moves(directory: Path, rounds: int) -> Iterator[Row]:
         store.close()
 
 
-def restart(directory: Path, rounds: int) -> Iterator[Row]:
-    """Open a directory with 100,000 blocks of 4 KiB, until the paths of its prompts are known."""
-    namespace = Namespace(b"bench restart", KVLayout(1, 1, 64, "bfloat16", BLOCK_TOKENS))
-    size = slot_bytes_of(namespace)
-    options = DiskOptions(
-        RESTART_BLOCKS * size + 64 * MIB, reserve_bytes=0, manifest_bytes=40 * MIB, threads=2
+def open_pool(path: Path) -> kvstore.Pool:
+    """Open a pool over ``path`` that writes every block, with room for twice those of a restart."""
+    disk_bytes = 2 * RESTART_BLOCKS * slot_bytes_of(RESTARTED) + 128 * MIB
+    return kvstore.open(
+        dram=16 * MIB,
+        disk=disk_bytes,
+        disk_path=path,
+        disk_reserve=0,
+        disk_admission="always",
+        disk_bytes_per_s=0,
+        load="always",
     )
+
+
+def prompt(number: int) -> NDArray[np.int32]:
+    """Tokens of a prompt that shares no block with others, and one more."""
+    tokens = np.arange(PROMPT_BLOCKS * BLOCK_TOKENS + 1, dtype=np.int32)
+    tokens[0] = 1_000_000 + number
+    return tokens
+
+
+def write(pool: kvstore.Pool, number: int) -> None:
+    """Store a prompt whose blocks have its number and theirs for bytes."""
+    with pool.reserve(RESTARTED, prompt(number)) as reservation:
+        for index, slot in zip(reservation.indices.tolist(), reservation.slots(), strict=True):
+            slot.view(np.int64)[:] = number * PROMPT_BLOCKS + index
+    pool.drain()
+
+
+def read(pool: kvstore.Pool, number: int) -> None:
+    """Have a prompt loaded, and compare its bytes."""
+    with pool.acquire(RESTARTED, prompt(number), may_wait=True):
+        pass
+    pool.drain()
+    with pool.acquire(RESTARTED, prompt(number)) as lease:
+        assert lease.num_blocks == PROMPT_BLOCKS
+        for index, slot in enumerate(lease.slots()):
+            assert (slot.view(np.int64) == number * PROMPT_BLOCKS + index).all()
+
+
+def keep_writing(path: str) -> None:
+    """Write and forget prompts beside those that are there, until killed."""
+    pool = open_pool(Path(path))
+    print("ready", flush=True)
+    first = number = RESTART_BLOCKS // PROMPT_BLOCKS
+    while True:
+        write(pool, number)
+        if number % 50 == 49:
+            for old in range(first, number):
+                pool.evict(RESTARTED, prompt(old))
+            first = number
+        number += 1
+
+
+def kill_a_writer(path: Path) -> None:
+    """Have another process write to ``path``, and kill it while it does."""
+    command = [
+        sys.executable,
+        "-c",
+        f"from bench.disk import keep_writing; keep_writing({str(path)!r})",
+    ]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as writer:
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == b"ready\n"
+        time.sleep(0.5)
+        assert writer.poll() is None
+        writer.kill()
+
+
+def reopen(path: Path) -> float:
+    """Seconds from before opening until the first hit; then look for every block."""
+    prompts = RESTART_BLOCKS // PROMPT_BLOCKS
+    start = time.perf_counter()
+    with open_pool(path) as pool:
+        read(pool, 0)
+        seconds = time.perf_counter() - start
+        width = RESTARTED.layout.block_tokens
+        known = sum(pool.lookup(RESTARTED, prompt(number)) for number in range(prompts))
+        assert known == RESTART_BLOCKS * width, f"{RESTART_BLOCKS - known // width} blocks are lost"
+        for number in range(0, prompts, max(1, prompts // SAMPLE)):
+            read(pool, number)
+    return seconds
+
+
+def restarts(directory: Path, rounds: int) -> Iterator[Row]:
+    """Open a directory of 100,000 blocks again: after an orderly end, and after a kill."""
     path = directory / "restart"
-    store = DiskStore(path, options, time.monotonic)
-    payload = Region(namespace.layout.block_bytes).array()
-    rng = np.random.default_rng(1)
-    for _ in range(RESTART_BLOCKS // PROMPT_BLOCKS // 2):
-        blocks: list[BlockIdentity] = []
-        for _ in range(2):
-            tokens = rng.integers(0, 50_000, PROMPT_BLOCKS * BLOCK_TOKENS, dtype=np.int32)
-            blocks += identities(namespace, tokens.tobytes())
-        offsets = store.allocate(size, len(blocks))
-        assert store.write(offsets, blocks, [payload] * len(blocks)).all()
-    store.close()
-    opened, linked = [], []
+    with open_pool(path) as pool:
+        for number in range(RESTART_BLOCKS // PROMPT_BLOCKS):
+            write(pool, number)
+    orderly = [reopen(path) for _ in range(rounds)]
+    killed = []
     for _ in range(rounds):
-        start = time.perf_counter()
-        store = DiskStore(path, options, time.monotonic)
-        found = store.recover()
-        opened.append(time.perf_counter() - start)
-        assert sum(len(list(each.prompts())) for each in found) == RESTART_BLOCKS // PROMPT_BLOCKS
-        linked.append(time.perf_counter() - start)
-        assert sum(map(len, found)) == RESTART_BLOCKS
-        store.close()
-    yield row("restart_100k_blocks", "open", float(np.median(opened)), "s")
-    yield row("restart_100k_blocks", "prompts_known", float(np.median(linked)), "s")
+        kill_a_writer(path)
+        killed.append(reopen(path))
+    for case, times in (
+        ("restart_100k_blocks", orderly),
+        ("restart_100k_blocks_after_kill", killed),
+    ):
+        yield row(case, "first hit", float(np.median(times)), "s")
+        yield row(case, "longest", max(times), "s")
 
 
-@click.command()
-@click.option(
-    "--directory",
-    type=click.Path(exists=True, file_okay=False, path_type=Path),
-    default="/var/tmp",
-    show_default=True,
-    help="On the file system to measure; 2 GiB are used there for a while.",
-)
-@click.option("--rounds", default=24, show_default=True, help="Batches of 64 MiB of each side.")
-@output_option
-def main(directory: Path, rounds: int, output: str) -> None:
-    """Measure the disk tier."""
-    kind = file_system(directory)
+def disk_rows(place: Path, rounds: int) -> tuple[list[Row], dict[str, object]]:
+    """Measure the tier in ``place``; return the rows, and facts about the run."""
+    kind = file_system(Path("/"), place)
     if kind in MEMORY_FILE_SYSTEMS:
-        raise click.UsageError(f"{directory} is on {kind}: give --directory on a real disk")
-    with tempfile.TemporaryDirectory(prefix="kvstore-bench-", dir=directory) as scratch:
-        rows = [*moves(Path(scratch), rounds), *restart(Path(scratch), max(3, rounds // 8))]
-    report("disk", rows, output, file_system=kind, rounds=rounds)
-
-
-if __name__ == "__main__":
-    main()
+        raise click.UsageError(f"{place} is on {kind}: give --directory on a real disk")
+    with tempfile.TemporaryDirectory(prefix="kvstore-bench-", dir=place) as scratch:
+        rows = [*moves(Path(scratch), rounds), *restarts(Path(scratch), max(3, rounds // 8))]
+    return rows, {"tier": "disk", "file_system": kind, "rounds": rounds}

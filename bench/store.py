@@ -6,6 +6,8 @@ engine's memory and the daemon's, to and from slots that were taken before the c
 back after it has stopped. (Memory of its own would be no limit: parts of a machine's memory are copied up
 to 20 % faster than others.) All walk through more memory than the caches hold. Beside them, a
 Redis-compatible server on a unix socket does the same blocks.
+
+``--tier disk`` measures the disk tier instead (:mod:`bench.disk`).
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ import click
 import numpy as np
 
 import kvstore
+from bench.disk import disk_rows
 from bench.report import Row, interleave, report, row
 from kvstore.cli.table import output_option
 from kvstore.namespace import KVLayout, Namespace
@@ -314,13 +317,36 @@ def redis_rows(blocks: Blocks, directory: Path, rounds: int) -> Iterator[Row]:
 
 @click.command()
 @click.option("--rounds", default=30, show_default=True, help="Rounds of loads and stores.")
+@click.option(
+    "--tier",
+    type=click.Choice(["dram", "disk"]),
+    default="dram",
+    show_default=True,
+    help="A daemon's memory, or the files of a disk tier.",
+)
+@click.option(
+    "--directory",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    default="/var/tmp",
+    show_default=True,
+    help="Of --tier disk: on the file system to measure; 3 GiB are used there for a while.",
+)
 @output_option
-def main(rounds: int, output: str) -> None:
-    """Measure a real daemon beside memcpy, a bare socket and Redis."""
+def main(rounds: int, tier: str, directory: Path, output: str) -> None:
+    """Measure a real daemon beside memcpy, a bare socket and Redis; or the disk beside plain calls."""
+    if tier == "disk":
+        rows, facts = disk_rows(directory, rounds)
+        report("store", rows, output, **facts)
+        return
+    report("store", daemon_rows(rounds), output, batch_bytes=BATCH_BYTES)
+
+
+def daemon_rows(rounds: int) -> list[Row]:
+    """Measure a daemon's memory."""
     rows: list[Row] = []
     with (
-        tempfile.TemporaryDirectory(prefix="kvstore-bench-") as directory,
-        daemon(Path(directory), DRAM_BYTES) as url,
+        tempfile.TemporaryDirectory(prefix="kvstore-bench-") as place,
+        daemon(Path(place), DRAM_BYTES) as url,
         kvstore.connect(url, on_failure="raise", deadline_s=30) as store,
     ):
         rows += lookups(store, 4 * rounds)
@@ -328,9 +354,9 @@ def main(rounds: int, output: str) -> None:
             blocks = Blocks(store, size)
             rows += blocks.rows(size, rounds)
             if size == "1m":
-                rows += redis_rows(blocks, Path(directory), rounds)
+                rows += redis_rows(blocks, Path(place), rounds)
             del blocks
-    report("store", rows, output, batch_bytes=BATCH_BYTES)
+    return rows
 
 
 if __name__ == "__main__":

@@ -47,14 +47,14 @@ class NoStore:
         none = np.empty(0, np.int64)
         self._tiers, self._offsets = none.astype(np.int8), none
 
-    def acquire(self, namespace: Namespace, tokens: object) -> Any:
+    def acquire(self, namespace: Namespace, tokens: object, *, may_wait: bool = False) -> Any:
         """Miss."""
         from kvstore.lease import Lease
 
-        del tokens
+        del tokens, may_wait
         return Lease(self, namespace, self._tiers, self._offsets, 0.0)  # type: ignore[arg-type]
 
-    def reserve(self, namespace: Namespace, tokens: object) -> Any:
+    def reserve(self, namespace: Namespace, tokens: object, **_: object) -> Any:
         """Nothing to write."""
         from kvstore.lease import Reservation
 
@@ -69,6 +69,9 @@ class NoStore:
 
     def release(self, lease: object) -> None:
         """Nothing to end."""
+
+    def prefilled(self, *_: object) -> None:
+        """Nobody wants to know."""
 
     def commit(self, reservation: object) -> int:
         """Nothing to show."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import logging
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from transformers import AttentionInterface, DynamicCache
@@ -50,10 +50,16 @@ class ModelAdapter:
     """
 
     def __init__(
-        self, model: PreTrainedModel, block_tokens: int, *, tenant: str | None, salt: str | None
+        self,
+        model: PreTrainedModel,
+        block_tokens: int,
+        *,
+        tenant: str | None,
+        salt: str | None,
+        codec: Literal["int8", "fp8"] | None = None,
     ) -> None:
         """Probe ``model``; :class:`UsageError` says why it cannot be cached."""
-        self._model, self._tenant, self._salt = model, tenant, salt
+        self._model, self._tenant, self._salt, self._codec = model, tenant, salt, codec
         self._block_tokens = block_tokens
         self._workspace = Workspace()
         self._probe()
@@ -146,6 +152,7 @@ class ModelAdapter:
             settings=state[1],
             tenant=self._tenant,
             salt=self._salt,
+            codec=self._codec,
         )
 
     def _state(self) -> tuple[list[str], bytes]:

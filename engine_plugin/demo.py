@@ -1,9 +1,10 @@
 """``kvstore demo``: a real model answers questions about one long document, cold and from the store.
 
 For each length of the document, one question is asked with an empty store (cold), another one when
-the document's blocks are in the gpu tier, and a third one when they are in the dram tier only; with
-``--daemon``, the second one is asked by another process (:mod:`engine_plugin.demo_daemon`). Every
-answer is compared with the one of the model alone, ``model.generate`` without kvstore.
+the document's blocks are in the gpu tier, a third one when they are in the dram tier, and a fourth one when
+they are on disk only; with ``--daemon``, the second one is asked by another process
+(:mod:`engine_plugin.demo_daemon`). Every answer is compared with the one of the model alone,
+``model.generate`` without kvstore.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import sys
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -31,27 +33,42 @@ if TYPE_CHECKING:
 
     from engine_plugin.questions import DemoRow, Tell
 
-PATHS = ("cold", "gpu", "dram")
+PATHS = {"cold": (), "gpu": (), "dram": ("gpu",), "disk": ("gpu", "dram")}
+"""Where the document comes from, and the tiers that let go of it before."""
+SCRATCH = "/var/tmp"
+"""On a disk, where ``/tmp`` often is memory."""
 SHORTEST = 256
+DISK_LEAST_BYTES = 64 << 20
+"""What a disk tier takes beside blocks, and some."""
 
 
 def measure(
     demo: Demo, capacity_bytes: int, lengths: Sequence[int], tell: Tell
 ) -> Iterator[DemoRow]:
     """Ask about a document of each length on every path; ``tell`` hears what is done next."""
-    tell(f"providing {2 * capacity_bytes >> 20} MiB for blocks")
+    tell(f"providing {2 * capacity_bytes >> 20} MiB of memory for blocks, and as much of a disk")
     with (
-        kvstore.open(dram=capacity_bytes, gpu=capacity_bytes) as store,
+        TemporaryDirectory(prefix="kvstore-demo-", dir=SCRATCH) as directory,
+        kvstore.open(
+            gpu=capacity_bytes,
+            dram=capacity_bytes,
+            disk=2 * capacity_bytes + DISK_LEAST_BYTES,
+            disk_path=directory,
+            disk_reserve=0,
+            disk_admission="always",
+            disk_bytes_per_s=0,
+        ) as store,
         CachedModel(demo.model, store) as cached,
     ):
         demo.answer(cached.generate, demo.prompt("", QUESTIONS[0]))  # warm up
         for length in lengths:
             document = demo.document(length)
             store.clear()
-            for path, question in zip(PATHS, QUESTIONS, strict=True):
+            for left, question in zip(PATHS.values(), QUESTIONS, strict=True):
                 store.drain()
-                if path == "dram" and (namespace := cached.namespace()) is not None:
-                    store.demote(namespace, demo.prompt(document, question)[0], "gpu")
+                for tier in left:
+                    if (namespace := cached.namespace()) is not None:
+                        store.demote(namespace, demo.prompt(document, question)[0], tier)
                 yield ask(demo, cached, document, question, tell)
 
 
@@ -182,6 +199,9 @@ def demo(
         )
     elif model.device.type == "cpu":
         click.echo("Without CUDA the gpu tier is host memory too: expect gpu and dram to be alike.")
+        click.echo(
+            "What was just written to disk is read past the page cache where direct I/O works."
+        )
     click.echo("" if real else "A random model: its answers mean nothing, its times do.\n")
     click.echo(table(rows, len(rows) // len(lengths)))
 

@@ -11,16 +11,17 @@ import logging
 from collections import Counter
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from threading import Event
 from typing import TYPE_CHECKING, Literal
-
-import numpy as np
 
 from engine_plugin.layout import load_blocks, save_blocks
 from kvstore.errors import KVStoreError, LeaseError, LeaseExpiredError, UnavailableError
+from kvstore.retention import NORMAL_PRIORITY, check_priority, lifetime_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    import numpy as np
     import torch
     from numpy.typing import NDArray
 
@@ -29,6 +30,11 @@ if TYPE_CHECKING:
     from kvstore.namespace import Namespace
 
 logger = logging.getLogger(__name__)
+
+PATIENCE, LEAST_PATIENCE_S = 1.5, 0.002
+"""How long a load from a slower tier is waited for: so many times what the store expects, and a moment."""
+LEAST_MEASURED_TOKENS = 32
+"""Fewer tokens computed say little about the rate of prefill."""
 
 
 @dataclass(slots=True)
@@ -72,11 +78,21 @@ class PrefixStore:
         verify: Literal["never", "always"],
         on_failure: Literal["recompute", "raise"],
         clock: Callable[[], float],
+        priority: int = NORMAL_PRIORITY,
+        ttl_s: float | None = None,
     ) -> None:
-        """Use ``store``, which stays the caller's."""
+        """Use ``store``, which stays the caller's; ``priority`` and ``ttl_s`` are of what is stored.
+
+        Raises:
+            UsageError: ``priority`` or ``ttl_s`` is impossible.
+        """
+        check_priority(priority)
+        lifetime_of(ttl_s)
+        self._priority, self._ttl_s = priority, ttl_s
         self._store, self._clock = store, clock
         self._verify, self._on_failure = verify, on_failure
         self.counts: Counter[str] = Counter()
+        self._pause = Event()
 
     @contextmanager
     def tolerate(self, what: str) -> Iterator[list[str]]:
@@ -116,8 +132,9 @@ class PrefixStore:
         lease: Lease | None = None
         started = looked_up = self._clock()
         with self.tolerate("load") as failed:
-            lease = self._store.acquire(namespace, tokens)
-            looked_up = self._clock()
+            lease = self._store.acquire(namespace, tokens, may_wait=True)
+            looked_up, coming = self._clock(), lease.coming_blocks
+            lease = self._wait_for(lease, namespace, tokens)
             try:
                 blocks = lease.num_blocks
                 if self._verify == "always" and blocks:
@@ -130,10 +147,11 @@ class PrefixStore:
                     self._store.release(lease)
                 raise
             self._store.release(lease)
-            for tier, count in zip(
-                *np.unique(lease.tiers[:blocks], return_counts=True), strict=True
-            ):
-                tiers[self._store.tier_names[tier]] += int(count) * layout.block_tokens
+            in_memory = max(0, lease.num_blocks - coming)
+            if blocks > in_memory:
+                tiers["disk"] = (blocks - in_memory) * layout.block_tokens
+            for tier in lease.tiers[: min(blocks, in_memory)].tolist():
+                tiers[self._store.tier_names[tier]] += layout.block_tokens
         stats.lookup_s += looked_up - started
         stats.load_s += self._clock() - looked_up
         if failed:
@@ -142,6 +160,27 @@ class PrefixStore:
             reason = lease.failure
         self._count(len(tokens), tiers, reason, stats)
         return tiers.total()
+
+    def _wait_for(self, lease: Lease, namespace: Namespace, tokens: NDArray[np.int32]) -> Lease:
+        """Return ``lease``, or another one after what it asks to wait for has come from a slower tier.
+
+        Waits not much longer than the store expects: then what has come by then is taken.
+        """
+        give_up_at = self._clock() + PATIENCE * lease.ready_in_s + LEAST_PATIENCE_S
+        while lease.coming_blocks and not lease.num_blocks:
+            left_s = give_up_at - self._clock()
+            if left_s <= 0:
+                self.counts["late"] += 1
+                return self._store.acquire(namespace, tokens)
+            self._pause.wait(min(left_s, max(lease.ready_in_s, LEAST_PATIENCE_S)))
+            lease = self._store.acquire(namespace, tokens, may_wait=True)
+        return lease
+
+    def computed(self, namespace: Namespace, start: int, stop: int, seconds: float) -> None:
+        """Tell the store how long the model took for tokens ``[start, stop)`` of a prompt."""
+        if stop - start >= LEAST_MEASURED_TOKENS:
+            with self.tolerate("report"):
+                self._store.prefilled(namespace, start, stop, seconds)
 
     def _count(
         self, prompt_tokens: int, tiers: Counter[str], reason: str, stats: RequestStats
@@ -170,7 +209,9 @@ class PrefixStore:
         """
         started = self._clock()
         with self.tolerate("offload"):
-            reservation = self._store.reserve(namespace, tokens)
+            reservation = self._store.reserve(
+                namespace, tokens, priority=self._priority, ttl_s=self._ttl_s
+            )
             try:
                 save_blocks(reservation, source)
                 stats.offloaded_blocks += self._store.commit(reservation)

@@ -21,6 +21,7 @@ QUESTIONS = (
     "Which good does the warehouse in Norden keep?",
     "Who is the keeper of the warehouse in Lindau?",
     "How many crates are stored in Fehmarn?",
+    "Who is the keeper of the warehouse in Husum?",
 )
 PLACES = ("Norden", "Lindau", "Fehmarn", "Aurich", "Husum", "Meldorf", "Plau", "Templin", "Zeitz")
 KEEPERS = (

@@ -32,6 +32,7 @@ from engine_plugin.adapter import ModelAdapter
 from engine_plugin.prefix import PrefixStore, RequestStats
 from engine_plugin.request import Prompts, Settings, Watch, find_prompts
 from kvstore.errors import UsageError
+from kvstore.retention import NORMAL_PRIORITY
 from radix import TokenError, token_bytes
 
 if TYPE_CHECKING:
@@ -81,6 +82,9 @@ class CachedModel:
         *,
         tenant: str | None = None,
         salt: str | None = None,
+        codec: Literal["int8", "fp8"] | None = None,
+        priority: int = NORMAL_PRIORITY,
+        ttl_s: float | None = None,
         chunk_tokens: int = 2048,
         verify: Literal["never", "always"] = "never",
         on_failure: Literal["recompute", "raise"] = "recompute",
@@ -93,13 +97,27 @@ class CachedModel:
             store: where blocks are kept: what :func:`kvstore.open` or :func:`kvstore.connect` return.
             tenant: whose blocks these are; nobody else hits them.
             salt: any further distinction, as of state that no fingerprint sees.
+            codec: lets slower tiers store blocks with a bounded loss, in half of the bytes or fewer: answers
+                then may differ from the model's own. By default every bit comes back.
+            priority: 0 to 100: what is stored with a lower one is evicted first.
+            ttl_s: seconds after which what was stored expires; None: never.
             chunk_tokens: most prompt tokens of one forward pass.
             verify: whether to compare loaded blocks with their checksums.
             on_failure: ``"raise"`` lets through what the store raises.
             clock: monotonic seconds.
+
+        Raises:
+            UsageError: ``priority`` or ``ttl_s`` is impossible.
         """
         self._model, self._clock, self._chunk_tokens = model, clock, chunk_tokens
-        self._prefixes = PrefixStore(store, verify=verify, on_failure=on_failure, clock=clock)
+        self._prefixes = PrefixStore(
+            store,
+            verify=verify,
+            on_failure=on_failure,
+            clock=clock,
+            priority=priority,
+            ttl_s=ttl_s,
+        )
         self._lock = _LOCKS.setdefault(model, threading.RLock())
         self._of_thread = threading.local()
         self._adapter: ModelAdapter | None = None
@@ -107,7 +125,9 @@ class CachedModel:
         """Why there is no adapter."""
         try:
             with self._lock:
-                self._adapter = ModelAdapter(model, store.block_tokens, tenant=tenant, salt=salt)
+                self._adapter = ModelAdapter(
+                    model, store.block_tokens, tenant=tenant, salt=salt, codec=codec
+                )
         except Exception as error:  # noqa: BLE001 - whatever the probe hits, the model still runs
             logger.warning("%s runs without a prefix cache: %s", type(model).__name__, error)
 
@@ -184,6 +204,7 @@ class CachedModel:
                 logits = adapter.compute(cache, ids, known, self._chunk_tokens)
             adapter.synchronise()
             stats.prefill_s = self._clock() - called - stats.queue_s
+            self._report(namespace, known, len(ids), stats)
             self._prefixes.save(namespace, ids, cache.kv[:, :, 0], stats)
             return Prefilled(cache, logits, stats)
 
@@ -257,7 +278,7 @@ class CachedModel:
         room = min(settings.new_tokens(width), HEADROOM_TOKENS)
         slack = MOST_SLACK if settings.get("return_dict_in_generate") else math.inf
         cache = adapter.new_cache(len(tokens), width + room, slack)
-        self._fill(adapter, namespace, cache, tokens, width)
+        known = self._fill(adapter, namespace, cache, tokens, width)
         watch = Watch(self._clock, adapter.synchronise)
         arguments = settings.arguments | {
             adapter.keyword: cache,
@@ -268,6 +289,8 @@ class CachedModel:
         output = self._model.generate(prompts.ids, **arguments)
         stats.prefill_s = watch.computed_at - called - stats.queue_s
         stats.sample_s = watch.sampled_at - watch.computed_at
+        if len(tokens) == 1:
+            self._report(namespace, known, len(tokens[0]), stats)
         if cache.in_buffer:
             self._save_answers(namespace, cache, tokens, watch.tokens(), width)
         sequences = output if isinstance(output, torch.Tensor) else output.sequences
@@ -284,12 +307,13 @@ class CachedModel:
         cache: BufferCache,
         prompts: list[NDArray[np.int32]],
         width: int,
-    ) -> None:
+    ) -> int:
         """Load the prompts, and compute what ``generate`` is not to compute at once.
 
-        Of a prompt alone it gets the last chunk; of a batch, the last token of every row.
+        Of a prompt alone it gets the last chunk; of a batch, the last token of every row. Returns how many
+        tokens of the last prompt were loaded.
         """
-        alone, shown = len(prompts) == 1, 0
+        alone, shown, known = len(prompts) == 1, 0, 0
         for index, ids in enumerate(prompts):
             pad = width - len(ids)
             cache.kv[:, :, index, :, :pad].zero_()  # masked, but NaN would spread all the same
@@ -304,6 +328,12 @@ class CachedModel:
                     self._prefixes.save(namespace, ids[:ready], row.kv[:, :, 0], self.last)
             shown = pad + ready if ready else shown
         cache.show(shown)
+        return known
+
+    def _report(self, namespace: Namespace, start: int, stop: int, stats: RequestStats) -> None:
+        """Tell the store how long tokens ``[start, stop)`` of a prompt alone took."""
+        seconds = stats.prefill_s - stats.load_s - stats.lookup_s
+        self._prefixes.computed(namespace, start, stop, seconds)
 
     def _save_answers(
         self,

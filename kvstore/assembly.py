@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import sys
@@ -13,11 +14,15 @@ from kvstore.config import DAY_S, Settings, load_settings
 from kvstore.errors import ConfigError
 from kvstore.host import memory_limit
 from kvstore.metrics import register, register_client
+from kvstore.planner import Planner
 from kvstore.pool import Pool
+from kvstore.quotas import Quota, ordered_by
 from kvstore.tiers.arena import ALIGNMENT
+from kvstore.tiers.disk import DiskOptions, DiskStore
 from kvstore.tiers.dram import DramStore
 from kvstore.tiers.memory import cuda_is_present
-from kvstore.tiers.mover import ThreadMover
+from kvstore.tiers.mover import Lanes, ThreadMover
+from kvstore.tiers.rules import DiskRules, WriteBudget
 from kvstore.tiers.shared import SharedDramStore
 from kvstore.tiers.tier import Tier
 from radix import ARC, LFU, LRU, S3FIFO, SLRU, CostAware, EvictionOrder
@@ -31,6 +36,8 @@ if TYPE_CHECKING:
     from kvstore.client.blocking import Client
     from kvstore.tiers.store import Store
 
+logger = logging.getLogger(__name__)
+
 GIB = 1 << 30
 
 POLICIES: dict[str, Callable[[], EvictionOrder]] = {
@@ -41,7 +48,7 @@ POLICIES: dict[str, Callable[[], EvictionOrder]] = {
     "lfu": LFU,
     "cost": CostAware,
 }
-"""Eviction policies by the name that settings give them."""
+"""Eviction policies by the name that settings give them; each ranks the blocks of one priority."""
 
 
 def open(  # noqa: A001  (kvstore.open reads as it should)
@@ -85,12 +92,34 @@ def build(settings: Settings, registry: CollectorRegistry | None = None) -> Pool
     return _pool(tiers, settings, registry)
 
 
+def _disk_tier(settings: Settings) -> Tier | None:
+    """Open the directory of the disk tier, if there is to be one."""
+    if not settings.disk:
+        return None
+    if not settings.dram:
+        raise ConfigError(
+            f"disk={settings.disk} needs dram, through which its blocks pass: give dram a size, such as '8GiB'"
+        )
+    if settings.disk_path is None:
+        raise ConfigError(
+            f"disk={settings.disk} has no place: set disk_path to a directory, such as /var/lib/kvstore"
+        )
+    options = DiskOptions(
+        settings.disk, reserve_bytes=settings.disk_reserve, threads=settings.disk_threads
+    )
+    clock = time.monotonic  # noqa: TID251  (the one place that picks the clock)
+    budget = WriteBudget(clock, settings.disk_bytes_per_s)
+    rules = DiskRules(settings.disk_admission, budget, Planner(clock, mode=settings.load))
+    store = DiskStore(settings.disk_path, options, clock)
+    return Tier("disk", store, ordered_by(POLICIES[settings.policy], {}), rules=rules)
+
+
 def build_shared(
     settings: Settings,
     registry: CollectorRegistry | None = None,
     on_progress: Callable[[int], None] | None = None,
 ) -> tuple[Pool, SharedDramStore]:
-    """Build the store of a daemon: one tier, ``dram``, in memory that its clients can map.
+    """Build the store of a daemon: ``dram``, in memory that its clients can map, and ``disk``.
 
     Args:
         settings: what to build.
@@ -98,7 +127,7 @@ def build_shared(
         on_progress: called while memory is being provided, with the bytes so far, every 64 MiB.
 
     Returns:
-        The pool, and the store of its tier, which is closed with the pool.
+        The pool, and the store of its first tier, which is closed with the pool.
 
     Raises:
         ConfigError: a setting is impossible, or more than this process may use.
@@ -122,15 +151,42 @@ def build_shared(
 
 
 def _pool(tiers: list[Tier], settings: Settings, registry: CollectorRegistry | None) -> Pool:
-    pool = Pool(
-        tiers,
-        ThreadMover(settings.max_moves),
-        time.monotonic,  # noqa: TID251  (the one place that picks the clock)
-        block_tokens=settings.block_tokens,
-        lease_timeout_s=settings.lease_timeout_s,
-        max_leases=settings.max_leases,
-        max_event_bytes=settings.max_event_bytes,
-    )
+    """Make the pool of ``tiers`` and of the disk; a failure closes what was opened."""
+    clock = time.monotonic  # noqa: TID251  (the one place that picks the clock)
+    began = clock()
+    try:
+        disk = _disk_tier(settings)
+    except ConfigError:
+        for tier in tiers:
+            tier.store.close()
+        raise
+    memory = ThreadMover(settings.max_moves)
+    lanes = Lanes(memory, memory, memory)
+    if disk is not None:
+        loads = ThreadMover(settings.max_moves, "loads")
+        lanes = Lanes(memory, loads, ThreadMover(settings.max_moves, "stores"))
+        tiers = [*tiers, disk]
+    try:
+        pool = Pool(
+            tiers,
+            lanes,
+            clock,
+            block_tokens=settings.block_tokens,
+            lease_timeout_s=settings.lease_timeout_s,
+            max_leases=settings.max_leases,
+            max_event_bytes=settings.max_event_bytes,
+            quotas=_quotas(settings),
+        )
+    except ConfigError:
+        lanes.close()
+        for tier in tiers:
+            tier.store.close()
+        raise
+    if disk is not None:
+        found = pool.stats().tiers[-1].num_blocks
+        logger.info(
+            "disk tier %s: %d blocks found in %.2f s", settings.disk_path, found, clock() - began
+        )
     if registry is not None:
         try:
             register(pool, registry)
@@ -237,7 +293,11 @@ def _check_options(options: dict[str, Any]) -> None:
 
 
 def _tier(name: str, store: Store, settings: Settings) -> Tier:
-    return Tier(name, store, POLICIES[settings.policy]())
+    return Tier(name, store, ordered_by(POLICIES[settings.policy], _quotas(settings)))
+
+
+def _quotas(settings: Settings) -> dict[str, Quota]:
+    return {name: Quota(tenant.ceiling, tenant.floor) for name, tenant in settings.tenants.items()}
 
 
 def _gpu_tier(settings: Settings, device: str) -> Tier:

@@ -58,6 +58,8 @@ class BlockTable:
         self.size_classes = np.empty(0, np.int16)
         self.checksums = np.empty(0, np.uint64)
         """uint64 ``[capacity]``: xxh3-64 of the canonical bytes, or a number below ``FIRST_CHECKSUM``."""
+        self.loaded = np.empty(0, np.bool_)
+        """bool ``[capacity]``: came from a durable tier, and was not leased since."""
         self._free = np.empty(0, np.int32)
         self._num_free = 0
 
@@ -75,6 +77,7 @@ class BlockTable:
             self.refs,
             self.size_classes,
             self.checksums,
+            self.loaded,
             self._free,
         )
         return sum(column.nbytes for column in columns)
@@ -96,6 +99,7 @@ class BlockTable:
         self.slots[:, ids] = NO_SLOT
         self.refs[ids] = 0
         self.checksums[ids] = NO_CHECKSUM
+        self.loaded[ids] = False
         self._free[self._num_free : self._num_free + len(ids)] = ids
         self._num_free += len(ids)
 
@@ -105,7 +109,7 @@ class BlockTable:
         slots = np.full((len(self.slots), new), NO_SLOT, np.int32)
         slots[:, :old] = self.slots
         self.slots = slots
-        for name in ("states", "refs", "size_classes", "checksums", "_free"):
+        for name in ("states", "refs", "size_classes", "checksums", "loaded", "_free"):
             column = getattr(self, name)
             grown = np.zeros(new, column.dtype)
             grown[:old] = column

@@ -56,6 +56,17 @@ def default_socket() -> Path:
     return Path(f"/tmp/kvstore-{os.getuid()}.sock")
 
 
+class TenantSettings(BaseModel):
+    """What one tenant may have of the last memory tier."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    ceiling: ByteSize | None = Field(None, ge=0)
+    """Most bytes that it may have: beyond them its own blocks make room for its new ones."""
+    floor: ByteSize = Field(ByteSize(0), ge=0)
+    """Bytes that others cannot take from it."""
+
+
 class Settings(BaseModel):
     """Settings of a store and of its daemon. Sizes are numbers of bytes or text such as ``"8GiB"``.
 
@@ -70,6 +81,20 @@ class Settings(BaseModel):
     """Host memory for blocks, in bytes; 0 for none."""
     gpu: ByteSize = Field(ByteSize(0), ge=0)
     """Device memory for blocks, in bytes; 0 for none. Without CUDA this is host memory too."""
+    disk: ByteSize = Field(ByteSize(0), ge=0)
+    """Disk space for blocks, in bytes, all files of ``disk_path`` together; 0 for none."""
+    disk_path: Path | None = None
+    """Directory of the disk tier, for this store alone; made if it is missing."""
+    disk_reserve: ByteSize = Field(ByteSize(1 << 30), ge=0)
+    """Bytes that must stay free on that file system when all of disk is used."""
+    disk_admission: Literal["always", "second_use", "value"] = "value"
+    """Write every block to disk; those used again; or those, and what memory evicts next or has at the end."""
+    disk_bytes_per_s: ByteSize = Field(ByteSize(256 << 20), ge=0)
+    """Bytes a second written to disk on average, for the SSD's sake; 0 for no limit."""
+    disk_threads: int = Field(4, ge=1, le=64)
+    """Reads or writes of the disk at the same time."""
+    load: Literal["auto", "always", "never"] = "auto"
+    """Load from disk what is expected to be there sooner than computed; everything; or nothing."""
     device: str = "auto"
     """torch device of the gpu tier: ``cuda``, ``cuda:1``, ``cpu``; ``auto`` takes CUDA where present."""
     prefault: bool = True
@@ -80,6 +105,8 @@ class Settings(BaseModel):
     """Tokens of one block."""
     policy: Literal["lru", "slru", "s3fifo", "arc", "lfu", "cost"] = "lru"
     """What to evict first: what was least recently used, or as another policy of ``radix`` says."""
+    tenants: dict[str, TenantSettings] = Field({}, max_length=100)
+    """Ceilings and floors, in bytes of the last memory tier, by tenant; tables of a file, or a dictionary."""
     lease_timeout_s: float = Field(60.0, gt=0, le=DAY_S)
     """Seconds for which a lease protects its blocks."""
     max_leases: int = Field(16384, ge=1, le=32000)
@@ -119,6 +146,13 @@ class Settings(BaseModel):
             raise _wrong("not an absolute path: write it as /run/user/1000/kvstore.sock")
         if length > MAX_SOCKET_BYTES:
             raise _wrong(f"{length} bytes long, and a socket's path has at most 107: shorten it")
+        return value
+
+    @field_validator("disk_path")
+    @classmethod
+    def _is_absolute(cls, value: Path | None) -> Path | None:
+        if value is not None and not value.is_absolute():
+            raise _wrong("not an absolute path: write it as /var/lib/kvstore")
         return value
 
     @field_validator("node")
@@ -246,7 +280,8 @@ def _refusal(error: ValidationError, origins: Mapping[str, str]) -> ConfigError:
     size = first["type"] == "byte_size"
     reason = "not a size: write it as 512MiB or 8GiB" if size else first["msg"]
     shown = "" if name == "token" else f"={str(value) if isinstance(value, Path) else value!r}"
-    return ConfigError(f"setting {name}{shown}: {reason} ({origins[name]})")
+    path = ".".join(map(str, first["loc"]))
+    return ConfigError(f"setting {path}{shown}: {reason} ({origins[name]})")
 
 
 def _from_arguments(arguments: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:

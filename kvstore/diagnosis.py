@@ -1,9 +1,9 @@
 """Finds out why the tokens of a prompt hit or miss: the work behind :meth:`kvstore.pool.Pool.explain`.
 
 What follows the hit is explained by its first missing block, in this order: the store knows it and would not
-lend it; somebody is writing it; it was lost, by itself or with a block before it, and when; another namespace
-has more of the prompt; the index goes on with other tokens; its namespace was cleared; it was never stored.
-The last tokens, which no lease could cover even if they were stored, are a case of their own.
+lend it; it has expired; somebody is writing it; it was lost, by itself or with a block before it, and when;
+another namespace has more of the prompt; the index goes on with other tokens; its namespace was cleared; it was
+never stored. The last tokens, which no lease could cover even if they were stored, are a case of their own.
 
 Nothing is told across tenants: the trees of other tenants are not looked at, so neither an answer nor the time
 that it takes depends on them. Salts are secrets: of two it is said that they differ, and no more. All of it
@@ -42,12 +42,13 @@ MAX_BRANCHES = 256
 """Continuations that are compared with the prompt where it leaves what is known."""
 
 WITHHELD = {
-    "pending": "on its way from a slower tier",
     "not_worth_loading": "loading it would take longer than computing it",
-    "too_late": "loading it took, or would take, longer than was allowed",
     "off": "in a tier that is turned off",
 }
 """Usual detail by the cause for which a store does not lend blocks that it knows of."""
+
+BEING_STORED = "being_stored", "somebody is writing these blocks, or has written a part of them"
+EXPIRED = "expired", "their time to live, or that of the block before them, is over"
 
 LOSSES = {
     "capacity": ("evicted", "evicted{tier} {age} ago to make room for {wanted}{policy}"),
@@ -124,8 +125,9 @@ def _misses(
     if held:
         label(hits, len(found.usable), held[0].cause, held[0].detail or WITHHELD[held[0].cause])
     if len(found.usable) < reached:
-        detail = "somebody is writing these blocks, or has written a part of them"
-        label(len(found.usable), reached, "being_stored", detail)
+        hidden = found.match.block_ids()[len(found.usable) :][:1]
+        expired = residency.lifetimes.expired(hidden).any()
+        label(len(found.usable), reached, *(EXPIRED if expired else BEING_STORED))
     if reached < found.max_hits:
         label(reached, found.max_hits, *_of_missing(residency, found, key))
     for run in held:
@@ -217,6 +219,8 @@ def _differences(here: Namespace, there: Namespace) -> list[str]:
         ours, theirs = getattr(here.layout, field), getattr(there.layout, field)
         if ours != theirs:
             told.append(field if field == "opaque" else f"{field} ({ours} here, {theirs} there)")
+    if here.codec != there.codec:
+        told.append(f"codec ({here.codec or 'none'} here, {there.codec or 'none'} there)")
     if here.salt != there.salt:
         told.append("salt")
     return told

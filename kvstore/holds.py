@@ -12,6 +12,7 @@ import numpy as np
 
 from kvstore.errors import LeaseExpiredError, LeaseNotHeldError, UsageError
 from kvstore.lease import Lease, Reservation
+from kvstore.movement import NO_REFILL, Refill
 from kvstore.stats import LeaseStats, PinStats
 
 if TYPE_CHECKING:
@@ -50,6 +51,8 @@ class Hold:
     expires_at: float
     indices: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
     """Positions of the fresh blocks in the prompt, in blocks."""
+    refill: Refill = NO_REFILL
+    """Of the known blocks those that are written to memory again."""
     heads: int | None = None
     """Mask of the KV heads that are written of each fresh block; None: all of them, by nobody else."""
 

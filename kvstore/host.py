@@ -83,6 +83,17 @@ def reserved_huge_pages(root: Path) -> tuple[int, int]:
     return numbers.get("Hugepagesize", 0), max(0, free)
 
 
+def file_system(root: Path, path: Path) -> str:
+    """Return the type of the file system that ``path``, which need not exist yet, is or would be on."""
+    best, kind = -1, "unknown"
+    for line in read_text(root / "proc/self/mounts").splitlines():
+        _, place, found, *_ = line.split()
+        place = place.replace("\\040", " ")
+        if path.resolve().is_relative_to(place) and len(place) >= best:
+            best, kind = len(place), found
+    return kind
+
+
 def read_text(path: Path) -> str:
     """Return the text of a file, or an empty string when it cannot be read."""
     try:

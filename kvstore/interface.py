@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol, Self
 
+from kvstore.retention import NORMAL_PRIORITY
+
 if TYPE_CHECKING:
     from kvstore.explain import Explanation
     from kvstore.lease import Lease, Reservation
@@ -33,19 +35,32 @@ class KVStore(Protocol):
 
     def prefetch(self, namespace: Namespace, tokens: object, /) -> int: ...  # noqa: D102
 
-    def acquire(self, namespace: Namespace, tokens: object, /) -> Lease: ...  # noqa: D102
+    def acquire(  # noqa: D102
+        self, namespace: Namespace, tokens: object, /, *, may_wait: bool = False
+    ) -> Lease: ...
 
     def verify(self, lease: Lease, /) -> int: ...  # noqa: D102
 
     def release(self, lease: Lease, /) -> None: ...  # noqa: D102
 
     def reserve(  # noqa: D102
-        self, namespace: Namespace, tokens: object, /, *, heads: tuple[int, int] | None = None
+        self,
+        namespace: Namespace,
+        tokens: object,
+        /,
+        *,
+        heads: tuple[int, int] | None = None,
+        priority: int = NORMAL_PRIORITY,
+        ttl_s: float | None = None,
     ) -> Reservation: ...
 
     def commit(self, reservation: Reservation, /) -> int: ...  # noqa: D102
 
     def abort(self, reservation: Reservation, /) -> None: ...  # noqa: D102
+
+    def prefilled(  # noqa: D102
+        self, namespace: Namespace, start: int, stop: int, seconds: float, /
+    ) -> None: ...
 
     def explain(self, namespace: Namespace, tokens: object, /) -> Explanation: ...  # noqa: D102
 

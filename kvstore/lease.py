@@ -62,9 +62,15 @@ class Lease(_Held):
     An empty lease (``num_blocks == 0``) is a miss: it holds nothing, and releasing it, however often,
     does nothing. As a context manager a lease is released at the end of the block. ``failure`` is the
     reason why a client could not ask its daemon (:class:`kvstore.errors.UnavailableError`), or None.
+
+    ``coming_blocks`` behind ``ready_blocks`` that memory has are being loaded from a slower tier, and expected
+    in ``ready_in_s`` seconds: whoever asks again then will get them.
     """
 
     failure: str | None = field(default=None, kw_only=True)
+    ready_blocks: int = field(default=0, kw_only=True)
+    coming_blocks: int = field(default=0, kw_only=True)
+    ready_in_s: float = field(default=0.0, kw_only=True)
 
     @property
     def hit_tokens(self) -> int:

@@ -49,6 +49,26 @@ COUNTERS = {
     "failed_moves": CounterSpec(
         ("source", "target"), "Blocks whose copy between tiers did not count."
     ),
+    "deferred_lookups": CounterSpec(
+        (), "Leases not given yet, because blocks were being loaded and the caller could wait."
+    ),
+    "unloaded_blocks": CounterSpec(
+        ("tier", "reason"),
+        "Blocks wanted from a slow tier and not loaded: off, not_worth_loading, no_room.",
+    ),
+    "unstored_blocks": CounterSpec(
+        ("tier", "reason"),
+        "Blocks not written to a durable tier that were to be: off, not_worth_loading, budget, busy.",
+    ),
+    "disk_reads": CounterSpec(
+        ("verdict",), "Blocks read from disk: good, off, or what was wrong with them."
+    ),
+    "disk_troubles": CounterSpec(
+        ("side", "reason"), "How often reading from the disk, or writing to it, was turned off."
+    ),
+    "refilled_blocks": CounterSpec(
+        (), "Blocks that only the disk had, and that an engine brought back to memory."
+    ),
     "unsealed_blocks": CounterSpec(
         (), "Blocks stored without a checksum, because too many moves waited."
     ),
@@ -216,6 +236,15 @@ def _gauges(stats: PoolStats) -> Iterator[Metric]:
         for tier in stats.tiers:
             gauge.add_metric((tier.name,), getattr(tier, field))
         yield gauge
+    if stats.disk is not None:
+        for name, text, value in (
+            ("reading_off", "1 while nothing is read from disk.", bool(stats.disk.reading_off)),
+            ("writing_off", "1 while nothing is written there.", bool(stats.disk.writing_off)),
+            ("load_latency_seconds", "Expected before a load's bytes.", stats.disk.load_latency_s),
+            ("load_bytes_per_second", "Expected of loads.", stats.disk.load_bytes_per_s),
+            ("bad_bytes", "Slots set aside until the next start.", stats.disk.bad_bytes),
+        ):
+            yield GaugeMetricFamily(f"kvstore_disk_{name}", text, value=float(value))
     for field, text in (
         ("num_blocks", "Blocks known."),
         ("held_blocks", "Blocks that somebody reads, writes or pinned."),

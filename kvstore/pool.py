@@ -12,6 +12,10 @@ Writing, when blocks are computed::
     … copy the blocks reservation.indices into pool.buffer(tier) …
     pool.commit(reservation)                        # visible from here on; or pool.abort(reservation)
 
+*The disk.* A lease covers blocks in memory. What follows those and is on disk is being loaded from then on,
+as far as that is expected to be faster than computing it: a caller that can wait a little says so
+(``may_wait``), is told for how long (``lease.ready_in_s``), and asks again.
+
 *Threads.* Every method may be called from any thread. One lock guards all metadata: it is held for
 microseconds where something is found, for longer where much must be evicted to make room. Bytes are
 copied, hashed and checked outside it.
@@ -37,24 +41,33 @@ from kvstore.events import BlockStored, EventLog
 from kvstore.explain import Obituaries
 from kvstore.holds import HOLDS_NOTHING, Hold, Holds
 from kvstore.lease import Lease, Reservation
+from kvstore.movement import NOTHING_COMES, engine_of
 from kvstore.parts import mask_of, part_of
 from kvstore.residency import Residency, runs
+from kvstore.retention import NORMAL_PRIORITY, check_priority, lifetime_of
 from kvstore.tiers.arena import slot_bytes
-from kvstore.tiers.moves import checksums
+from kvstore.tiers.mover import Lanes, Mover
+from kvstore.tiers.moves import Path, checksums
 from kvstore.tokens import block_keys
 from kvstore.upkeep import Upkeep
 
 if TYPE_CHECKING:
     from collections import Counter
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from numpy.typing import NDArray
 
     from kvstore.blocks import Ids
+    from kvstore.movement import Coming, Refill
     from kvstore.namespace import Namespace
+    from kvstore.quotas import Quota
     from kvstore.residency import Found
-    from kvstore.tiers.mover import Mover
-    from kvstore.tiers.tier import NamespaceTree, Tier
+    from kvstore.tiers.tier import Tier
+    from radix import Node
+
+
+KEEP_S = 10.0
+"""For how long a pool that is closed writes to its disk what only memory has."""
 
 
 class Pool(Upkeep):
@@ -68,21 +81,22 @@ class Pool(Upkeep):
        a record, each head that is claimed is written by one reservation, and no other head is.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - one setting each
         self,
         tiers: Sequence[Tier],
-        mover: Mover,
+        mover: Mover | Lanes,
         clock: Callable[[], float],
         *,
         block_tokens: int = 16,
         lease_timeout_s: float = 60.0,
         max_leases: int = 16384,
         max_event_bytes: int = 16 << 20,
+        quotas: Mapping[str, Quota] | None = None,
     ) -> None:
-        """Make an empty pool over ``tiers``, fastest first.
+        """Make a pool over ``tiers``, fastest first, with what the disk has.
 
         Args:
-            tiers: at least one; each is owned by the pool from here on.
+            tiers: memory, then at most one durable tier; each is owned by the pool from here on.
             mover: runs moves between tiers; closed with the pool.
             clock: monotonic seconds, for lease deadlines.
             block_tokens: block length for callers that make their own layouts.
@@ -90,17 +104,24 @@ class Pool(Upkeep):
             max_leases: leases and reservations held at once; beyond it lookups miss and nothing is
                 stored. At most :data:`kvstore.holds.MAX_LEASES`.
             max_event_bytes: memory for events that nobody has read yet.
+            quotas: by tenant, in the last memory tier, whose policy is then a
+                :class:`radix.GroupedOrder` of the same groups.
+
+        Raises:
+            ConfigError: the quotas contradict each other, or the tier.
         """
-        if not tiers:
-            raise UsageError("a pool needs at least one tier")
+        if not tiers or tiers[0].disk is not None:
+            raise UsageError("a pool needs at least one tier of memory")
         self.tier_names = tuple(tier.name for tier in tiers)
         self.block_tokens = block_tokens
         self.events = EventLog(max_event_bytes)
         self._lock = RLock()
-        self._residency = Residency(tiers, mover, self._lock, self.events, Obituaries(clock))
+        self._mover = Lanes(mover, mover, mover) if isinstance(mover, Mover) else mover
+        self._residency = Residency(
+            tiers, self._mover, self._lock, clock, self.events, Obituaries(clock), quotas or {}
+        )
         self._holds = Holds(clock, max_leases, self._residency.counts)
-        self._buffers: tuple[Any, ...] = tuple(tier.store.buffer for tier in tiers)
-        self._mover = mover
+        self._buffers: tuple[Any, ...] = tuple(tier.buffer for tier in tiers if tier.disk is None)
         self._clock = clock
         self._lease_timeout_s = lease_timeout_s
         self._closed = False
@@ -110,7 +131,8 @@ class Pool(Upkeep):
     def lookup(self, namespace: Namespace, tokens: object) -> int:
         """Number of leading tokens of ``tokens`` that a lease would cover. Changes nothing.
 
-        The last token never counts: it must be computed to get logits.
+        What would have to be loaded counts if that is worth waiting for. The last token never counts: it must
+        be computed to get logits.
 
         Raises:
             UsageError: ``tokens`` are not token ids.
@@ -118,10 +140,11 @@ class Pool(Upkeep):
         key = block_keys(namespace, tokens)
         with self._lock:
             found = self._residency.find(namespace, key)
-        return len(found.usable) * namespace.layout.block_tokens
+            covered = self._residency.reach(found.usable, namespace).num_blocks
+        return covered * namespace.layout.block_tokens
 
     def prefetch(self, namespace: Namespace, tokens: object) -> int:
-        """Start promoting the known blocks of ``tokens`` one tier up, as a release does, and no more.
+        """Start bringing the known blocks of ``tokens`` one tier up, and no more.
 
         The order in which blocks leave the pool stays as it is. Returns what :meth:`lookup` does.
 
@@ -131,14 +154,24 @@ class Pool(Upkeep):
         key = block_keys(namespace, tokens)
         with self._lock:
             found = self._residency.find(namespace, key)
-            self._residency.prefetch(found)
-        return len(found.usable) * namespace.layout.block_tokens
+            covered = self._residency.reach(found.usable, namespace).num_blocks
+            self._residency.prefetch(found, key)
+        return covered * namespace.layout.block_tokens
 
-    def acquire(self, namespace: Namespace, tokens: object) -> Lease:
-        """Lease the leading blocks of ``tokens`` that are known, and count them as used.
+    def acquire(self, namespace: Namespace, tokens: object, *, may_wait: bool = False) -> Lease:
+        """Lease the leading blocks of ``tokens`` that memory has, and count them as used.
+
+        What follows those on disk is being loaded from now on, as far as it is worth it.
+
+        Args:
+            namespace: of the blocks.
+            tokens: of the prompt.
+            may_wait: while blocks are being loaded lease nothing, and count no lookup: the caller asks
+                again, after ``ready_in_s`` or when it likes, at the end without this.
 
         Returns:
-            A lease of at most ``len(tokens) - 1`` tokens, in whole blocks; an empty one is a miss.
+            A lease of at most ``len(tokens) - 1`` tokens, in whole blocks; an empty one is a miss, or, with
+            ``ready_in_s``, a request to wait.
 
         Raises:
             UsageError: ``tokens`` are not token ids.
@@ -147,16 +180,45 @@ class Pool(Upkeep):
         now = self._clock()
         with self._lock:
             self._reap(now)
-            found = self._residency.find(namespace, key)
+            found = self._residency.find_lasting(namespace, key)
             ids = found.usable[: None if self._may_hold(len(found.usable)) else 0]
-            found.tree.touch(found.match)
+            coming = self._load(found, ids, key)
+            ready = self._residency.num_in_memory(ids)
+            deferred = may_wait and coming.num_blocks > 0
+            ids = ids[: 0 if deferred else ready]
             self._residency.pin(ids)
             tiers, offsets = self._residency.where(ids)
-            self._count_lookup(found, tiers)
+            if deferred:
+                self._counts["deferred_lookups",] += 1
+            else:
+                found.tree.touch(found.tree.match(key) if coming.is_old else found.match)
+                self._count_lookup(found, ids, tiers, coming)
             expires_at = now + self._lease_timeout_s
-            hold = Hold(found.tree, b"", ids, ids[:0], tiers, offsets, expires_at)
+            hold = Hold(found.tree, key, ids, ids[:0], tiers, offsets, expires_at)
             held_id = self._holds.add(self._holds.leases, hold) if len(ids) else HOLDS_NOTHING
-        return Lease(self, namespace, tiers, offsets, expires_at, held_id, buffers=self._buffers)
+        return Lease(
+            self,
+            namespace,
+            tiers,
+            offsets,
+            expires_at,
+            held_id,
+            buffers=self._buffers,
+            ready_blocks=ready,
+            coming_blocks=coming.num_blocks,
+            ready_in_s=coming.ready_in_s,
+        )
+
+    def _load(self, found: Found, ids: Ids, key: bytes) -> Coming:
+        """Start loading what memory does not have of ``ids``, none of which goes meanwhile."""
+        if self._residency.num_in_memory(ids) == len(ids):
+            return NOTHING_COMES
+        self._residency.pin(ids)
+        try:
+            self._residency.acquaint(found, len(ids))
+            return self._residency.load(ids, Path(found.tree, key))
+        finally:
+            self._residency.unpin(ids)
 
     def release(self, lease: Lease) -> None:
         """End ``lease``; blocks that were read from a slower tier are promoted in the background.
@@ -171,7 +233,7 @@ class Pool(Upkeep):
             if lease.held_id == HOLDS_NOTHING:
                 return
             hold = self._holds.end(self, lease)
-            self._residency.spread(hold.known)
+            self._residency.spread(hold.known, Path(hold.tree, hold.key))
             self._residency.unpin(hold.known)
 
     def verify(self, lease: Lease) -> int:
@@ -208,11 +270,14 @@ class Pool(Upkeep):
         *,
         heads: tuple[int, int] | None = None,
         max_blocks: int | None = None,
+        priority: int = NORMAL_PRIORITY,
+        ttl_s: float | None = None,
     ) -> Reservation:
         """Get slots for the whole blocks of ``tokens`` that no one holds or writes yet.
 
         Among them are blocks that others have left unfinished, or, if ``heads`` says so, are writing other
-        heads of. Never waits: what finds no room now is left out and counted in ``Reservation.refused``.
+        heads of; and blocks that only the disk has and nobody loads: who computed them all the same brings them
+        back to memory. Never waits: what finds no room now is left out and counted in ``Reservation.refused``.
 
         Args:
             namespace: of the blocks.
@@ -220,41 +285,50 @@ class Pool(Upkeep):
             heads: range ``[start, stop)`` of the layout's KV heads that the caller will write in every
                 block that it gets; None: all. The bytes of other heads are not the caller's to touch.
             max_blocks: slots to give at most; what goes beyond it counts as refused.
+            priority: 0 to 100. Blocks of a lower priority are evicted first. All blocks of the prompt, known or
+                new, have this priority from now on, if theirs is not higher.
+            ttl_s: seconds after their commit in which the blocks expire, from where on they are misses; None:
+                never. Known blocks of the prompt expire no earlier than that from now, or from their commit.
+                What will expire is not written to disk. A lease stays good, a pin does not.
 
         Raises:
-            UsageError: ``tokens`` are not token ids, or ``heads`` no range of the layout's heads; blocks
-                of more than 64 heads are written as a whole only.
+            UsageError: ``tokens`` are not token ids, ``heads`` no range of the layout's heads, ``priority`` or
+                ``ttl_s`` impossible; blocks of more than 64 heads are written as a whole only.
             TooLargeError: the prompt has more blocks than the largest tier.
         """
-        part = part_of(namespace.layout, heads)
+        part, lifetime_s = part_of(namespace.layout, heads), lifetime_of(ttl_s)
+        level = check_priority(priority)
         key = block_keys(namespace, tokens)
         total = len(key) // namespace.key_bytes
         self._check_fits(namespace, total)
         with self._lock:
             self._reap(self._clock())
-            tree, match = self._residency.find(namespace, key)[:2]
+            tree, match = self._residency.find_lasting(namespace, key)[:2]
             known = match.block_ids()
             self._residency.pin(known)
             mine = mask_of(namespace.layout, part)
             joined = self._residency.joinable(known, mine)
-            wanted = len(joined) + total - len(known)
+            away = self._residency.away(known) if part is None else joined[:0]
+            wanted = len(joined) + len(away) + total - len(known)
             allowed = wanted if max_blocks is None else min(wanted, max_blocks)
             allowed = allowed if self._may_hold(allowed) else 0
-            joined = joined[:allowed]
-            new = self._residency.place(namespace, allowed - len(joined))
-            refused = wanted - len(joined) - len(new)
+            joined, away = joined[:allowed], away[: max(0, allowed - len(joined))]
+            refill = self._residency.begin_refill(known, away)
+            new = self._residency.place(namespace, allowed - len(joined) - len(away))
+            self._residency.lifetimes.reserved(new, known, lifetime_s)
+            refused = wanted - len(joined) - len(refill.ids) - len(new)
             self._counts["refused_blocks",] += refused
             if part is not None:
                 self._residency.parts.begin(new, mine, mask_of(namespace.layout, None))
             self._residency.parts.join(known[joined], mine)
             if len(new):
                 self._residency.trees[namespace.digest] = tree
-                tree.insert(key[: (len(known) + len(new)) * namespace.key_bytes], new, match)
+                tree.insert(key[: (len(known) + len(new)) * namespace.key_bytes], new, match, level)
             else:
-                tree.touch(match)
-            hold = self._written(tree, key, known, joined, new)
+                tree.touch(match, level)
+            hold = self._written(Path(tree, key), known, joined, refill, new)
             hold.heads = None if part is None else mine
-            held = len(hold.fresh) > 0
+            held = len(hold.indices) > 0
             held_id = self._holds.add(self._holds.reservations, hold) if held else HOLDS_NOTHING
         return Reservation(
             self,
@@ -285,7 +359,8 @@ class Pool(Upkeep):
         with self._lock:
             hold, whole = self._holds.end(self, reservation), self._residency.parts.commit
             written = hold.fresh if hold.heads is None else whole(hold.fresh, hold.heads)
-            ready = self._residency.publish(written)
+            ready = self._residency.publish(written, hold.known, Path(hold.tree, hold.key))
+            self._residency.end_refill(hold.refill, is_written=True)
             self._counts["stored_blocks",] += len(ready)
             if self.events.active:
                 self._tell_stored(hold, ready)
@@ -306,15 +381,54 @@ class Pool(Upkeep):
         with self._lock:
             self._abort(self._holds.end(self, reservation))
 
+    def prefilled(self, namespace: Namespace, start: int, stop: int, seconds: float) -> None:
+        """Say how long an engine took to compute tokens ``[start, stop)`` of a prompt in ``namespace``.
+
+        From this the pool knows what is worth loading. Nonsense is ignored.
+        """
+        rules = self._residency.rules
+        if rules is None:
+            return
+        with self._lock:
+            rules.planner.prefilled(engine_of(namespace), start, stop, seconds)
+
     # -- the end --------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Finish the moves and give the memory back: from here on everything misses, and nothing is stored.
 
+        Before that the disk gets what only memory has, for ``KEEP_S`` seconds and as its rules allow.
         Leases and reservations should have ended before; those that have not hold nothing any more.
         """
         with self._lock:
             self._closed = True
+        try:
+            self._keep()
+        finally:
+            self._end()
+
+    def _keep(self) -> None:
+        """Write to the disk what only memory has, but no block without those before it."""
+        until = self._clock() + KEEP_S
+        with self._lock:
+            nodes = self._residency.unkept()
+        left_out: set[Node] = set()
+        for node in nodes:
+            if self._clock() > until:
+                break
+            if node.parent in left_out:
+                left_out.add(node)
+                continue
+            with self._lock:
+                kept = self._residency.keep(node)
+            if kept is None:
+                self._mover.drain()
+                with self._lock:
+                    kept = self._residency.keep(node)
+            if not kept:
+                left_out.add(node)
+
+    def _end(self) -> None:
         self._mover.close()
         with self._lock:
             for hold in self._holds.reservations.values():
@@ -323,6 +437,9 @@ class Pool(Upkeep):
                 self._residency.unpin(hold.ids)
             self._holds.reservations.clear()
             self._holds.leases.clear()
+            for tier in self._residency.tiers:
+                if tier.disk is not None:  # before its blocks are let go of: it keeps them
+                    tier.disk.close()
             self.clear()
             self._buffers = ()
             for tier in self._residency.tiers:
@@ -354,27 +471,32 @@ class Pool(Upkeep):
         return self._holds.has_room()
 
     def _written(
-        self, tree: NamespaceTree, key: bytes, known: Ids, joined: NDArray[np.intp], new: Ids
+        self, path: Path, known: Ids, joined: NDArray[np.intp], refill: Refill, new: Ids
     ) -> Hold:
-        """Make the record of a reservation: of ``known`` those at ``joined``, and ``new`` behind them.
+        """Make the record of a reservation: of ``known`` those at ``joined`` and of ``refill``; ``new`` behind.
 
         Each has a reference. Of the other known blocks those keep it that something written follows.
         """
-        indices = np.arange(len(known), len(known) + len(new), dtype=np.int32)
-        fresh, others = new, known
-        if len(joined):
-            indices = np.concatenate([joined.astype(np.int32), indices])
-            fresh, others = np.concatenate([known[joined], new]), np.delete(known, joined)
+        fresh, others = np.concatenate([known[joined], new]), np.delete(known, joined)
         if not len(new):
-            before = int(joined[-1]) + 1 - len(joined) if len(joined) else 0
+            last = max([*joined[-1:].tolist(), *refill.positions[-1:].tolist()], default=-1)
+            before = last + 1 - int((joined <= last).sum())
             self._residency.unpin(others[before:])
             others = others[:before]
+        added = np.arange(len(known), len(known) + len(new))
+        indices = np.concatenate([joined, added, refill.positions]).astype(np.int32)
         tiers, offsets = self._residency.where(fresh)
-        return Hold(tree, key, others, fresh, tiers, offsets, float("inf"), indices)
+        tiers = np.concatenate([tiers, np.full(len(refill.ids), refill.tier, np.int8)])
+        offsets = np.concatenate([offsets, refill.offsets])
+        order = np.argsort(indices)
+        hold = Hold(*path, others, fresh, tiers[order], offsets[order], float("inf"))
+        hold.indices, hold.refill = indices[order], refill
+        return hold
 
     def _tell_stored(self, hold: Hold, ready: Ids) -> None:
         digest, stride = hold.tree.namespace.digest, hold.tree.key_bytes
-        for start, stop in runs(hold.indices[np.isin(hold.fresh, ready)]):
+        written = hold.indices[~np.isin(hold.indices, hold.refill.positions)]
+        for start, stop in runs(written[np.isin(hold.fresh, ready)]):
             self.events.publish(BlockStored(digest, hold.key[: stop * stride], start, stop))
 
     def _abort(self, hold: Hold) -> None:
@@ -383,6 +505,7 @@ class Pool(Upkeep):
             every = mask_of(hold.tree.namespace.layout, None)
             left = self._residency.parts.abort(left, hold.heads, every)
         self._counts["aborted_blocks",] += len(hold.fresh)
+        self._residency.end_refill(hold.refill, is_written=False)
         if len(left):
             self._residency.detach(hold.tree.match(hold.key).nodes, left, "aborted")
         self._residency.unpin(hold.ids)
@@ -394,20 +517,26 @@ class Pool(Upkeep):
                 f"blocks of {namespace.layout.block_bytes} bytes under keys of {namespace.key_bytes}: the "
                 "index would be larger than the tiers; use fewer tokens a block"
             )
-        room = max(tier.arena.capacity_slots(size) for tier in self._residency.tiers)
+        memory = [tier for tier in self._residency.tiers if tier.disk is None]
+        room = max(tier.arena.capacity_slots(size) for tier in memory)
         if num_blocks > room:
             with self._lock:
                 self._counts["refused_blocks",] += num_blocks
             raise TooLargeError(
-                f"the prompt has {num_blocks} blocks of {namespace.layout.block_bytes} bytes, the largest tier "
-                f"holds {room}: raise its capacity or do not store prompts of this length"
+                f"the prompt has {num_blocks} blocks of {namespace.layout.block_bytes} bytes, the largest "
+                f"memory tier holds {room}: raise its capacity or do not store prompts of this length"
             )
 
-    def _count_lookup(self, found: Found, tiers: np.ndarray) -> None:
+    def _count_lookup(self, found: Found, ids: Ids, tiers: np.ndarray, coming: Coming) -> None:
+        """Count a lookup; blocks that were loaded for it count for the tier from which they came."""
         tokens = found.tree.namespace.layout.block_tokens
-        counts = self._counts
+        counts, loaded = self._counts, self._residency.table.loaded
         counts["lookups",] += 1
+        if coming.left_blocks:
+            counts["unloaded_blocks", self.tier_names[-1], coming.cause] += coming.left_blocks
         counts["lookup_tokens", "miss"] += found.prompt_tokens - len(tiers) * tokens
+        tiers = np.where(loaded[ids], len(self.tier_names) - 1, tiers)
+        loaded[ids] = False
         for index, hits in enumerate(np.bincount(tiers, minlength=len(self.tier_names)).tolist()):
             counts["lookup_tokens", self.tier_names[index]] += hits * tokens
 

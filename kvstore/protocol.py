@@ -6,7 +6,8 @@ strings. Bytes of blocks never pass here: they are copied from and to shared mem
 
 A connection begins with :class:`Hello` and :class:`Welcome` (or :class:`Failed`); over a unix socket
 the arena's descriptor comes with the welcome. Requests that carry an ``id`` are answered in any order
-with the same ``id``; :class:`Release` is not answered. Anything else ends the connection.
+with the same ``id``; :class:`Release` and :class:`Prefilled` are not answered. Anything else ends the
+connection.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from msgspec import Meta, Struct
 from kvstore.errors import UsageError
 from kvstore.explain import Explanation
 from kvstore.namespace import Namespace
+from kvstore.retention import NORMAL_PRIORITY
 from kvstore.stats import DaemonStatus
 
 if TYPE_CHECKING:
@@ -96,6 +98,8 @@ class Acquire(Message, tag=3):
     id: int
     namespace: bytes
     key: Key
+    may_wait: bool = False
+    """Hold nothing while blocks are being loaded from a slower tier: the client asks again."""
 
 
 class Release(Message, tag=4):
@@ -119,6 +123,10 @@ class Reserve(Message, tag=6):
     key: Key
     heads: tuple[int, int] | None = None
     """Range ``[start, stop)`` of the KV heads that the client will write; None: all."""
+    priority: int = NORMAL_PRIORITY
+    """0 to 100: what is evicted first and last."""
+    ttl_s: float | None = None
+    """Seconds after the commit in which the blocks expire; None: never."""
 
 
 class Commit(Message, tag=7):
@@ -181,6 +189,15 @@ class ExplainAll(Message, tag=14):
     key: Key
 
 
+class Prefilled(Message, tag=15):
+    """Tell how long an engine took to compute tokens. Not answered."""
+
+    namespace: bytes
+    start: int
+    stop: int
+    seconds: float
+
+
 Request = (
     Lookup
     | Prefetch
@@ -196,6 +213,7 @@ Request = (
     | Drain
     | Status
     | ExplainAll
+    | Prefilled
 )
 
 
@@ -239,6 +257,12 @@ class Held(Message, tag=66):
     """int32 ``[num_blocks]``: positions in the prompt, in blocks; empty for a lease."""
     refused: int
     """Blocks that found no room."""
+    ready: int = 0
+    """Blocks that a lease covers, or would cover now."""
+    coming: int = 0
+    """Blocks behind those that are being loaded from a slower tier."""
+    ready_in_s: float = 0.0
+    """Expected seconds until they are there."""
 
 
 class Explained(Message, tag=67):

@@ -20,6 +20,21 @@ class TierStats:
 
 
 @dataclass(frozen=True)
+class DiskStats:
+    """How a durable tier does, and what the planner expects of it."""
+
+    reading_off: str
+    """Why nothing is read now; empty when something is."""
+    writing_off: str
+    """Why nothing is written now."""
+    load_latency_s: float
+    """Expected seconds until a load begins to give bytes; as is the next one, measured or assumed."""
+    load_bytes_per_s: float
+    bad_bytes: int
+    """Slots that are set aside until the next start."""
+
+
+@dataclass(frozen=True)
 class PoolStats:
     """A consistent snapshot. ``counts`` only ever grow; their names are in :mod:`kvstore.metrics`."""
 
@@ -33,6 +48,8 @@ class PoolStats:
     num_nodes: int
     index_bytes: int
     counts: dict[tuple[str, ...], int]
+    disk: DiskStats | None = None
+    """Of the last tier, if that is durable."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +73,19 @@ class PinStats:
     """Digest, hex."""
     tokens: int
     num_blocks: int
+
+
+@dataclass(frozen=True)
+class TenantStats:
+    """What a tenant has of the last memory tier, and may have."""
+
+    tenant: str
+    """Empty: all tenants of whom nothing is said, and what belongs to none."""
+    used_bytes: int
+    ceiling_bytes: int | None
+    """None: all."""
+    floor_bytes: int
+    """What others cannot take from it."""
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,21 +10,24 @@ from kvstore import diagnosis
 from kvstore.blocks import NO_SLOT, BlockState
 from kvstore.errors import UsageError
 from kvstore.events import AllBlocksCleared
+from kvstore.explain import Withheld
 from kvstore.holds import Pin
+from kvstore.retention import FOREVER, check_priority, lifetime_of
 from kvstore.stats import NamespaceStats, PoolStats, TierStats
 from kvstore.tokens import block_keys
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from threading import RLock
 
+    from kvstore.blocks import Ids
     from kvstore.events import EventLog
     from kvstore.explain import Explanation
     from kvstore.holds import Holds
     from kvstore.namespace import Namespace
-    from kvstore.residency import Residency
-    from kvstore.stats import LeaseStats, PinStats
-    from kvstore.tiers.mover import Mover
+    from kvstore.residency import Found, Residency
+    from kvstore.stats import LeaseStats, PinStats, TenantStats
+    from kvstore.tiers.mover import Lanes
 
 
 class Upkeep:
@@ -35,7 +37,7 @@ class Upkeep:
     events: EventLog
     _residency: Residency
     _holds: Holds
-    _mover: Mover
+    _mover: Lanes
     _lock: RLock
     _clock: Callable[[], float]
 
@@ -72,7 +74,43 @@ class Upkeep:
             found = self._residency.find(namespace, key).match
             self._residency.detach(found.nodes[:1], found.block_ids()[:1], "evicted")
             self._unpin_gone()
+            self._residency.forget_lastingly()
         return found.num_blocks
+
+    def retain(
+        self,
+        namespace: Namespace,
+        tokens: object,
+        *,
+        priority: int = 0,
+        lifetime_s: float = 0.0,
+    ) -> int:
+        """Keep the known whole blocks of ``tokens`` as if they were stored again. Counts as no use.
+
+        Args:
+            namespace: of the blocks.
+            tokens: a prefix; other than in a lookup the last token counts too.
+            priority: 0 to 100: that of all blocks from now on whose own is not higher.
+            lifetime_s: seconds from now before which none of them expires; infinity: none ever does.
+
+        Returns:
+            Tokens that are kept so.
+
+        Raises:
+            UsageError: ``tokens`` are not token ids, or ``priority`` or ``lifetime_s`` is impossible.
+        """
+        key, level = block_keys(namespace, tokens), check_priority(priority)
+        if lifetime_s not in (0.0, FOREVER):
+            lifetime_of(lifetime_s)
+        with self._lock:
+            found = self._residency.find_lasting(namespace, key)
+            if not len(found.ids):
+                return 0
+            if lifetime_s:
+                self._residency.lifetimes.reserved(found.ids[:0], found.ids, lifetime_s)
+            known = key[: found.match.num_blocks * namespace.key_bytes]
+            found.tree.insert(known, found.ids[:0], found.match, level)
+        return len(found.ids) * namespace.layout.block_tokens
 
     def clear(self) -> None:
         """Forget every block of every namespace, and all pins.
@@ -84,16 +122,18 @@ class Upkeep:
                 self._residency.clear(tree)
                 self.events.publish(AllBlocksCleared(tree.namespace.digest))
             self._unpin_gone()
+            self._residency.forget_lastingly()
 
     def reap(self) -> None:
-        """End leases past their deadline, and let pins go of blocks that left the index.
+        """End leases past their deadline, forget blocks that expired, let pins go of what left the index.
 
-        Every lease, release and reservation does the former. Where nobody comes for long, call this
-        now and then, so that what was forgotten gives its room back.
+        Every lease, release and reservation does the former two, some blocks at a time. Where nobody comes
+        for long, call this now and then, so that what was forgotten gives its room back.
         """
         with self._lock:
             self._reap(self._clock())
             self._unpin_gone()
+            self._residency.tidy()
 
     # -- pins -----------------------------------------------------------------------------------
 
@@ -102,7 +142,7 @@ class Upkeep:
 
         Other than in a lookup the last token counts too. A pin of the same name is replaced at once,
         or stays as it is when this one is refused. A pinned block stays in the tiers where it is. One
-        that leaves the index by other ways (``evict``, ``clear``, wrong bytes) is pinned no more,
+        that leaves the index by other ways (``evict``, ``clear``, expiry, wrong bytes) is pinned no more,
         and a pin without blocks is gone.
 
         Args:
@@ -115,7 +155,7 @@ class Upkeep:
 
         Raises:
             UsageError: bad name or ``tokens``, too many pins, or together they would hold more than
-                half of the last tier.
+                half of a tier.
         """
         key = block_keys(namespace, tokens)
         with self._lock:
@@ -123,18 +163,26 @@ class Upkeep:
             self._holds.check_name(name)
             ids = self._residency.find(namespace, key).ids
             together = np.union1d(self._holds.pinned_without(name), ids)
-            wanted = self._residency.held_bytes(together)
-            limit = self._residency.tiers[-1].arena.capacity_bytes // 2
-            if wanted > limit:
-                raise UsageError(
-                    f"all pins together would hold {wanted} bytes, at most {limit} may be pinned, half of "
-                    f"tier {self.tier_names[-1]}: pin less, unpin something, or raise its capacity"
-                )
+            self._check_pins(together)
             self._residency.pin(ids)
             self.unpin(name)
             if len(ids):
                 self._holds.pins[name] = Pin(namespace, ids)
         return len(ids) * namespace.layout.block_tokens
+
+    def _check_pins(self, ids: Ids) -> None:
+        """Refuse pins of ``ids``, all together, that would hold more than half of a tier."""
+        residency = self._residency
+        landing = sum(tier.disk is None for tier in residency.tiers) - 1
+        for index, tier in enumerate(residency.tiers):
+            may_come = residency.bytes_of if index == landing else residency.held_bytes
+            wanted = may_come(index, ids)
+            limit = tier.arena.capacity_bytes // 2
+            if wanted > limit:
+                raise UsageError(
+                    f"all pins together would hold {wanted} bytes, at most {limit} may be pinned, half of "
+                    f"tier {tier.name}: pin less, unpin something, or raise its capacity"
+                )
 
     def unpin(self, name: str) -> bool:
         """Let go of what was pinned as ``name``; say whether there was such a pin."""
@@ -173,13 +221,24 @@ class Upkeep:
         """
         key = block_keys(namespace, tokens)
         with self._lock:
-            return diagnosis.explain(self._residency, namespace, key)
+            return diagnosis.explain(self._residency, namespace, key, self._withheld)
+
+    def _withheld(self, found: Found) -> Iterator[Withheld]:
+        """Say which blocks of a prompt are on disk and are not going to be loaded, and why."""
+        covered, cause, detail = self._residency.reach(found.usable, found.tree.namespace)
+        if covered < len(found.usable):
+            yield Withheld(covered, len(found.usable), cause, detail)
 
     def leases(self) -> list[LeaseStats]:
         """Return the leases that have not run out, the next to run out first, then the reservations."""
         with self._lock:
             self._reap(self._clock())
             return self._holds.lease_stats()
+
+    def tenants(self) -> list[TenantStats]:
+        """Return what each tenant with a quota has of the last memory tier, and the rest together."""
+        with self._lock:
+            return self._residency.quotas.stats()
 
     def namespaces(self) -> list[NamespaceStats]:
         """Return the namespaces that have blocks."""
@@ -229,13 +288,15 @@ class Upkeep:
                 num_namespaces=len(trees),
                 num_nodes=sum(tree.num_nodes for tree in trees),
                 index_bytes=sum(tree.num_blocks * (tree.key_bytes + 4) for tree in trees)
-                + table.nbytes,
-                counts=Counter(residency.counts),
+                + table.nbytes
+                + residency.lifetimes.nbytes,
+                counts=residency.counts + residency.disk_counts(),
+                disk=residency.disk_stats(),
             )
 
     def buffer(self, tier: str) -> Any:  # noqa: ANN401  (numpy array or torch tensor)
         """Memory of ``tier``, uint8 ``[capacity_bytes]``: a numpy array on the host, else a torch tensor."""
-        return self._residency.tiers[self._tier_index(tier)].store.buffer
+        return self._residency.tiers[self._tier_index(tier)].buffer
 
     def drain(self) -> None:
         """Wait until every move between tiers, and every checksum, that was started is done."""
@@ -249,3 +310,5 @@ class Upkeep:
     def _reap(self, now: float) -> None:
         for hold in self._holds.expired(now):
             self._residency.unpin(hold.ids)
+        if self._residency.expire():
+            self._unpin_gone()

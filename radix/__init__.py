@@ -5,9 +5,11 @@ A pure data structure (standard library and numpy): no I/O, no clock, no threads
 """
 
 from radix.check import check_invariants
+from radix.groups import GroupedOrder
 from radix.leaves import LeafOrder
 from radix.order import LRU, EvictionOrder
 from radix.policies import ARC, LFU, S3FIFO, SLRU, CostAware
+from radix.priority import PriorityOrder
 from radix.tokens import TokenError, token_bytes
 from radix.tree import Match, Node, RadixTree
 
@@ -19,9 +21,11 @@ __all__ = [
     "SLRU",
     "CostAware",
     "EvictionOrder",
+    "GroupedOrder",
     "LeafOrder",
     "Match",
     "Node",
+    "PriorityOrder",
     "RadixTree",
     "TokenError",
     "check_invariants",

@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from radix.groups import GroupedOrder
 from radix.leaves import LeafOrder
 from radix.order import LRU
+from radix.priority import PriorityOrder
 
 if TYPE_CHECKING:
     from radix.tree import RadixTree
@@ -28,7 +30,10 @@ def check_invariants(tree: RadixTree) -> None:
     _require(len(np.unique(ids)) == len(ids), "4: no block id occurs twice")
     _require(tree.num_nodes == len(nodes), f"5: num_nodes {tree.num_nodes} is {len(nodes)}")
     _require(tree.num_blocks == len(ids), f"5: num_blocks {tree.num_blocks} is {len(ids)}")
-    if isinstance(tree.order, LeafOrder):
+    for node in nodes:
+        above = node.parent.level if node.parent and node.parent is not root else node.level
+        _require(above >= node.level, "6: no node has a higher level than its parent")
+    if isinstance(tree.order, LeafOrder | PriorityOrder | GroupedOrder):
         tree.order.check_invariants()
     if isinstance(tree.order, LRU):
         age = {node: position for position, node in enumerate(tree.order)}

@@ -120,7 +120,7 @@ class LeafOrder(EvictionOrder):
     def _note(self, path: Sequence[Node], window: int) -> None:
         """Touch ``path``; a node counts as used when it was counted more than ``window`` touches ago."""
         self._end_postponements()
-        parent, start = None, 0
+        parent, start = None, sum(len(above.blocks) for above in path[0].path()[:-1]) if path else 0
         for node in path:
             entry = self._entries.get(node)
             if entry is None:
@@ -181,6 +181,9 @@ class LeafOrder(EvictionOrder):
         evicted = entry is self._candidate()
         del self._entries[node]
         self._drop(entry)
+        for child in node.children.values():  # known still where an order has a part of the tree
+            if (below := self._entries.get(child)) is not None:
+                self._link(below, None)
         if evicted:
             self._evicted(entry)
         self._tidy()
@@ -201,6 +204,10 @@ class LeafOrder(EvictionOrder):
     def __len__(self) -> int:
         """Number of known nodes."""
         return len(self._entries)
+
+    def __contains__(self, node: object) -> bool:
+        """Whether ``node`` is known."""
+        return node in self._entries
 
     def __iter__(self) -> Iterator[Node]:
         """Nodes in the order in which they would leave if the policy preferred the same queues throughout."""
@@ -261,7 +268,7 @@ class LeafOrder(EvictionOrder):
         entry.start = start
         if self._ghosts:
             width = node.tree.key_bytes
-            before = entry.parent.node.key[-width:] if entry.parent else b""
+            before = node.parent.key[-width:] if node.parent else b""
             name = blake2b(start.to_bytes(8, "little"), digest_size=8)
             name.update(before)
             name.update(node.key[:width])

@@ -23,9 +23,17 @@ class EvictionOrder(ABC):
     touched, or was removed, is not known. Implementations keep O(1) state per known node.
     """
 
+    @property
+    def name(self) -> str:
+        """What people call it."""
+        return type(self).__name__
+
     @abstractmethod
     def touch(self, path: Sequence[Node]) -> None:
-        """Note that the nodes of ``path`` (root side first) were used just now."""
+        """Note that the nodes of ``path`` were used just now.
+
+        They follow one another, root side first; what is above them is known, or left to another order.
+        """
 
     @abstractmethod
     def split(self, upper: Node, lower: Node) -> None:
@@ -48,6 +56,10 @@ class EvictionOrder(ABC):
         """Number of known nodes."""
 
     @abstractmethod
+    def __contains__(self, node: object) -> bool:
+        """Whether ``node`` is known."""
+
+    @abstractmethod
     def __iter__(self) -> Iterator[Node]:
         """Known nodes, the next victim first."""
 
@@ -61,9 +73,9 @@ class EvictionOrder(ABC):
     def postpone(self, node: Node) -> None:
         """Note that ``node``, the victim, cannot go now: somebody uses it. Others come first.
 
-        This is no use of the node. By default it becomes recent, as do its ancestors.
+        This is no use of the node. By default it becomes recent, as do its ancestors that are known.
         """
-        self.touch(node.path())
+        self.touch([step for step in node.path() if step in self])
 
     def alike(self, upper: Node, lower: Node) -> bool:
         """Whether ``upper`` and its only child ``lower`` may become one node, which has one rank.
@@ -113,6 +125,10 @@ class LRU(EvictionOrder):
     def __len__(self) -> int:
         """Number of known nodes."""
         return len(self._nodes)
+
+    def __contains__(self, node: object) -> bool:
+        """Whether ``node`` is known."""
+        return node in self._nodes
 
     def __iter__(self) -> Iterator[Node]:
         """Oldest first."""

@@ -41,7 +41,7 @@ NO_BLOCKS: NDArray[np.int32] = np.empty(0, np.int32)
 class Node:
     """One edge of a tree and its blocks. Owned by the tree: read it, never change it."""
 
-    __slots__ = ("blocks", "children", "key", "parent", "tree")
+    __slots__ = ("blocks", "children", "key", "level", "parent", "tree")
 
     def __init__(
         self, tree: RadixTree, parent: Node | None, key: bytes, blocks: NDArray[np.int32]
@@ -52,6 +52,8 @@ class Node:
         self.key = key
         self.blocks = blocks
         self.children: dict[bytes, Node] = {}
+        self.level = 0
+        """How much the blocks matter, as :mod:`radix.priority` has it."""
 
     def path(self) -> list[Node]:
         """Nodes from below the root down to this one."""
@@ -92,7 +94,8 @@ class RadixTree:
     2. every other node has at least one block and exactly ``key_bytes`` of key for each;
     3. a node is its parent's child under the key of its first block, and belongs to this tree;
     4. no block id occurs twice;
-    5. ``num_nodes`` and ``num_blocks`` count what is there.
+    5. ``num_nodes`` and ``num_blocks`` count what is there;
+    6. no node has a higher level than its parent.
     """
 
     def __init__(self, key_bytes: int = 64, order: EvictionOrder | None = None) -> None:
@@ -130,7 +133,11 @@ class RadixTree:
         return Match(nodes, offset // stride, len(node.blocks))
 
     def insert(
-        self, tokens: object, block_ids: NDArray[np.int32], found: Match | None = None
+        self,
+        tokens: object,
+        block_ids: NDArray[np.int32],
+        found: Match | None = None,
+        level: int = 0,
     ) -> int:
         """Add the blocks of ``tokens`` that are not known yet, and tell the order of the whole path.
 
@@ -139,6 +146,7 @@ class RadixTree:
             block_ids: int32 ids of the *last* ``len(block_ids)`` blocks of ``tokens``; blocks before
                 them must be known.
             found: a fresh ``match`` of the same tokens, to save finding it again.
+            level: of the new blocks, and the least that the known ones are to have from now on.
 
         Returns:
             How many leading blocks of ``tokens`` were known before. They keep their ids: the
@@ -162,12 +170,15 @@ class RadixTree:
                     nodes[-1] if nodes else self.root, key, known, block_ids[known - first :]
                 ),
             ]
-        self.order.arrive(self._merged(nodes))
+        self.order.arrive(self._merged(_raised(nodes, level)))
         return known
 
-    def touch(self, found: Match) -> None:
-        """Make the blocks of ``found`` (a fresh match) the most recent ones, and no others."""
-        self.order.touch(self._merged(self._used(found)))
+    def touch(self, found: Match, level: int = 0) -> None:
+        """Make the blocks of ``found`` (a fresh match) the most recent ones, and no others.
+
+        ``level`` is the least that they are to have from now on.
+        """
+        self.order.touch(self._merged(_raised(self._used(found), level)))
 
     def _used(self, found: Match) -> list[Node]:
         """Nodes of ``found``, after splitting off what it does not cover."""
@@ -181,8 +192,13 @@ class RadixTree:
         merged: list[Node] = []
         start = 0
         for index, node in enumerate(nodes):
-            last = index + 1 == len(nodes) or len(node.children) != 1
-            if last or not self.order.alike(node, nodes[index + 1]):
+            below = nodes[index + 1] if index + 1 < len(nodes) else None
+            if (
+                below is None
+                or len(node.children) != 1
+                or node.level != below.level
+                or not self.order.alike(node, below)
+            ):
                 merged.append(node if start == index else self._merge(nodes[start : index + 1]))
                 start = index + 1
         return merged
@@ -270,6 +286,7 @@ class RadixTree:
         cut, parent = blocks * self.key_bytes, lower.parent
         assert parent is not None
         upper = Node(self, parent, lower.key[:cut], lower.blocks[:blocks].copy())
+        upper.level = lower.level
         parent.children[upper.key[: self.key_bytes]] = upper
         lower.parent, lower.key, lower.blocks = upper, lower.key[cut:], lower.blocks[blocks:].copy()
         upper.children[lower.key[: self.key_bytes]] = lower
@@ -295,6 +312,13 @@ class RadixTree:
         self.num_nodes -= 1
         node.parent = None
         self.order.remove(node)
+
+
+def _raised(nodes: list[Node], level: int) -> list[Node]:
+    """Have the path ``nodes`` on ``level`` at least."""
+    for node in nodes:
+        node.level = max(node.level, level)
+    return nodes
 
 
 def _shared_blocks(edge: bytes, key: bytes, offset: int, stride: int) -> int:

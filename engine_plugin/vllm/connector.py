@@ -27,6 +27,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 import kvstore
 from engine_plugin.vllm.messages import StepMetadata, StepResults, WorkerLayout
 from engine_plugin.vllm.options import parse_options
+from engine_plugin.vllm.pace import Pace
 from engine_plugin.vllm.pages import Pages, Rank, find_layout
 from engine_plugin.vllm.prompts import Namespaces
 from engine_plugin.vllm.scheduler import Scheduler
@@ -184,6 +185,8 @@ class KVStoreConnector(KVConnectorBase_V1):
             block_bytes=layout.block_bytes // min(ranks, layout.num_kv_heads),
             clock=time.monotonic,  # noqa: TID251
         )
+        overlap = steps_overlap(self._vllm_config)
+        self._scheduler.pace = Pace(time.monotonic, steps_overlap=overlap)  # noqa: TID251
         role = self._kv_transfer_config.kv_role
         self._scheduler.reads, self._scheduler.writes = role != "kv_producer", role != "kv_consumer"
         logger.info(

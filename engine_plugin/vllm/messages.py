@@ -14,6 +14,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from kvstore.retention import NORMAL_PRIORITY
+
 if TYPE_CHECKING:
     from kvstore.namespace import KVLayout, Namespace
 
@@ -51,6 +53,8 @@ class Save:
     prompt: int
     first: int
     blocks: list[int]
+    priority: int = NORMAL_PRIORITY
+    ttl_s: float | None = None
 
 
 @dataclass

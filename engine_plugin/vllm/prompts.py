@@ -38,7 +38,7 @@ class Namespaces:
 
     def __init__(self, vllm_config: VllmConfig, options: Options, layout: KVLayout) -> None:
         """Digest the model. Raises :class:`UsageError`, saying what to do, when that cannot be."""
-        self._layout, self._tenant = layout, options.tenant
+        self._layout, self._tenant, self._codec = layout, options.tenant, options.codec
         self._model = model_digest(vllm_config, options)
         self._settings = engine_settings(vllm_config)
         self._adapters: dict[int, tuple[tuple[object, ...], bytes]] = {}
@@ -64,7 +64,13 @@ class Namespaces:
         found = self._known.get((adapter, request.cache_salt))
         if found is None:
             found = Namespace(
-                self._model, self._layout, adapter, self._settings, self._tenant, request.cache_salt
+                self._model,
+                self._layout,
+                adapter,
+                self._settings,
+                self._tenant,
+                request.cache_salt,
+                codec=self._codec,
             )
             if len(self._known) >= 4096:
                 self._known.clear()

@@ -2,8 +2,9 @@
 
 *Asking.* vLLM asks at every step for every waiting request. The daemon is asked once; its answer, a
 lease, is kept until vLLM uses it, so that later calls cost microseconds. A request is asked to wait
-only while another one loads the blocks that it needs, or (when its parameters say so) until another
-engine has stored them. One whose load failed is not offered anything again: it is computed.
+only while another one loads the blocks that it needs, while the daemon brings them from a slower tier, or
+(when its parameters say so) until another engine has stored them. One whose load failed is not offered
+anything again: it is computed.
 
 *Loading.* The lease is held until every rank has loaded; each rank takes one of its own for that time.
 vLLM takes blocks into its own prefix cache before a synchronous load has succeeded. So nobody else may
@@ -23,9 +24,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from engine_plugin.vllm.messages import Load, Mode, Save, StepMetadata
+from engine_plugin.vllm.pace import Pace
 from engine_plugin.vllm.prompts import Prompt
 from engine_plugin.vllm.stats import Stats
-from kvstore.errors import KVStoreError, LeaseError
+from kvstore.errors import KVStoreError, LeaseError, UsageError
+from kvstore.retention import NORMAL_PRIORITY, check_priority, lifetime_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -45,7 +48,15 @@ logger = logging.getLogger("vllm.kvstore")
 SKIP_READ, SKIP_WRITE = "kvstore.skip_read", "kvstore.skip_write"
 EXPECT = "kvstore.expect_tokens"
 """Tokens of the prompt that another engine is about to store: wait for them, but not for long."""
-PARAMETERS: dict[str, type] = {SKIP_READ: bool, SKIP_WRITE: bool, EXPECT: int}
+PRIORITY, TTL = "kvstore.priority", "kvstore.ttl_s"
+"""How what the request stores is kept, as :meth:`kvstore.pool.Pool.reserve` has it."""
+PARAMETERS: dict[str, type] = {
+    SKIP_READ: bool,
+    SKIP_WRITE: bool,
+    EXPECT: int,
+    PRIORITY: int,
+    TTL: float,
+}
 """What ``kv_transfer_params`` of a request may say, and of which kind it is."""
 
 COPY_BYTES_PER_S = 5e9
@@ -54,6 +65,8 @@ RETRY_S = 1.0
 """How long after a save that failed before the blocks are handed over again."""
 POLL_S = 0.005
 """How long before the daemon is asked again for blocks that are expected."""
+PATIENCE = 1.5
+"""How long a load from a slower tier is waited for, in times of what the daemon expects."""
 
 
 @dataclass(eq=False)
@@ -66,9 +79,13 @@ class _Request:
     prompt: Prompt
     reads: bool
     writes: bool
+    priority: int
+    ttl_s: float | None
     expected_blocks: int = 0
     """Blocks to wait for, until ``wait_until``."""
     wait_until: float = 0.0
+    load_until: float = float("inf")
+    """How long to wait for what the daemon loads from a slower tier, once that is known."""
     ask_at: float = 0.0
     """Not before."""
     lease: Lease | None = None
@@ -140,6 +157,7 @@ class Scheduler:
         self._manager = manager
         self.reads = self.writes = True
         """Whether the engine uses what is stored, and whether it stores."""
+        self.pace = Pace(clock, steps_overlap=True)
         self._num_ranks, self._clock = num_ranks, clock
         self._block_bytes = block_bytes
         self._width = namespaces.block_tokens
@@ -163,12 +181,16 @@ class Scheduler:
             return
         given = request.kv_transfer_params or {}
         _check_parameters(request.request_id, given)
+        kept = _retention(request.request_id, given)
+        priority, ttl_s = kept or (NORMAL_PRIORITY, None)
         self._requests[request.request_id] = _Request(
             self._number(),
             request,
             prompt,
             reads=self.reads and not given.get(SKIP_READ, False),
-            writes=self.writes and not given.get(SKIP_WRITE, False),
+            writes=self.writes and not given.get(SKIP_WRITE, False) and kept is not None,
+            priority=priority,
+            ttl_s=ttl_s,
             expected_blocks=_count(given.get(EXPECT)) // self._width,
             wait_until=self._clock() + self._options.wait_s,
         )
@@ -245,7 +267,13 @@ class Scheduler:
         start = self._clock()
         if start < state.ask_at:
             return False
-        lease = self._store.acquire(state.prompt.namespace, state.prompt.lookup_key())
+        lease = self._store.acquire(
+            state.prompt.namespace,
+            state.prompt.lookup_key(),
+            may_wait=start < state.load_until,
+        )
+        if self._comes(state, lease, start):
+            return False
         self.stats.add(
             lookups=1,
             failed_lookups=lease.failure is not None,
@@ -260,6 +288,22 @@ class Scheduler:
         state.handed_over = max(state.handed_over, lease.num_blocks)
         hits = max(0, lease.num_blocks - state.local_blocks)
         self.stats.add(hit_tokens=hits * self._width)
+        return True
+
+    def _comes(self, state: _Request, lease: Lease, now: float) -> bool:
+        """Whether the daemon asks to wait, while it loads blocks from a slower tier, and there is time for it.
+
+        The first such answer says how long that is: not much more than the daemon expects.
+        """
+        if not lease.coming_blocks or lease.num_blocks or now >= state.load_until:
+            return False
+        if lease.ready_blocks + lease.coming_blocks <= state.local_blocks:
+            state.load_until = now  # vLLM has them itself
+            return True
+        if state.load_until == float("inf"):
+            state.load_until = now + PATIENCE * lease.ready_in_s + POLL_S
+        state.ask_at = now + max(POLL_S, min(lease.ready_in_s, state.load_until - now))
+        self.stats.add(deferred=1)
         return True
 
     def _mode(self, num_blocks: int) -> Mode:
@@ -318,8 +362,18 @@ class Scheduler:
                 found = tables.get_block_ids(request_id) if tables else None
                 if found is not None and unsure.isdisjoint(found[0]):
                     self._step.saves += self._save(state, found[0], stop)
+        self._measure(output)
         step, self._step = self._step, StepMetadata()
         return step
+
+    def _measure(self, output: SchedulerOutput) -> None:
+        """Tell the daemon how long the last step's piece of a prompt took."""
+        piece = self.pace.step(output.num_scheduled_tokens)
+        state = self._requests.get(piece.request_id) if piece else None
+        if piece and state:
+            stop = state.request.num_computed_tokens  # where steps overlap, that of a later piece
+            start = max(0, stop - piece.num_tokens)
+            self._store.prefilled(state.prompt.namespace, start, stop, piece.seconds)
 
     def _overwritten(self, output: SchedulerOutput) -> list[int]:
         """Blocks that this step writes to, of those that wait to be copied to the store."""
@@ -360,7 +414,7 @@ class Scheduler:
         self._saves[job] = _Saving(state, ids, self._num_ranks)
         state.handed_over = stop
         self._tell(state, stop)
-        return [Save(job, state.number, first, ids)]
+        return [Save(job, state.number, first, ids, state.priority, state.ttl_s)]
 
     def _tell(self, state: _Request, num_blocks: int) -> None:
         """Let the workers know the request's first blocks."""
@@ -491,8 +545,23 @@ def _check_parameters(request_id: str, given: Mapping[str, Any]) -> None:
                 "request %s: kv_transfer_params has no %s; known: %s",
                 *(request_id, name, ", ".join(sorted(PARAMETERS))),
             )
-        elif type(value) is not kind or (isinstance(value, int) and value < 0):
+        elif name not in (PRIORITY, TTL) and (
+            type(value) is not kind or (isinstance(value, int) and value < 0)
+        ):
             logger.warning("request %s: %s=%r is no %s", request_id, name, value, kind.__name__)
+
+
+def _retention(request_id: str, given: Mapping[str, Any]) -> tuple[int, float | None] | None:
+    """Return priority and time to live of what a request stores.
+
+    None, and a line in the log, when they are impossible: it is not stored, as it might be kept for too long.
+    """
+    try:
+        lifetime_of(given.get(TTL))
+        return check_priority(given.get(PRIORITY, NORMAL_PRIORITY)), given.get(TTL)
+    except UsageError as error:
+        logger.warning("request %s is not stored: %s", request_id, error)
+        return None
 
 
 def _count(value: object) -> int:

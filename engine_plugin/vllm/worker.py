@@ -290,7 +290,13 @@ class Worker:
         if not rank.stores:
             return 0
         job.check()
-        with self._store.reserve(job.namespace, job.key, **rank.heads) as reservation:
+        with self._store.reserve(
+            job.namespace,
+            job.key,
+            heads=rank.heads.get("heads"),
+            priority=job.save.priority,
+            ttl_s=job.save.ttl_s,
+        ) as reservation:
             indices = np.asarray(reservation.indices) - job.save.first
             if (indices < 0).any():
                 raise UsageError("the store has lost the blocks before these")

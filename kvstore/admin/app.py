@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
 from kvstore.admin.guard import Guard
-from kvstore.admin.prefixes import SCHEMA, BodyReader
+from kvstore.admin.prefixes import RETAINED, SCHEMA, BodyReader
 from kvstore.admin.problems import MEDIA_TYPE, FieldProblem, Problem, ProblemError
 from kvstore.admin.routes import Source, router
 from kvstore.errors import ConfigError
@@ -32,6 +32,7 @@ _PREFIX_ROUTES = (
     ("/v1/prefixes:match", "post"),
     ("/v1/prefixes:explain", "post"),
     ("/v1/prefixes:evict", "post"),
+    ("/v1/prefixes:retain", "post"),
     ("/v1/pins/{name}", "put"),
 )
 
@@ -118,11 +119,12 @@ def _describe(app: FastAPI) -> None:
             content = operation["responses"]["default"]["content"]
             content[MEDIA_TYPE] = content.pop("application/json")
     for path, method in _PREFIX_ROUTES:
-        schema = {"$ref": "#/components/schemas/Prefix"}
+        name = "RetainedPrefix" if path.endswith(":retain") else "Prefix"
+        schema = {"$ref": f"#/components/schemas/{name}"}
         document["paths"][path][method]["requestBody"] = {
             "required": True,
             "content": {"application/json": {"schema": schema}},
         }
-    document["components"]["schemas"]["Prefix"] = SCHEMA
+    document["components"]["schemas"] |= {"Prefix": SCHEMA, "RetainedPrefix": RETAINED}
     document["components"]["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
     document["security"] = [{"token": []}, {}]

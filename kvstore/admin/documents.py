@@ -1,10 +1,10 @@
 """What the routes answer, where the dataclasses of :mod:`kvstore.stats` do not say it."""
 
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
-from kvstore.stats import ArenaStats, TierStats
+from kvstore.stats import ArenaStats, DiskStats, TierStats
 
 Item = TypeVar("Item")
 
@@ -50,6 +50,8 @@ class PoolDocument(Document):
     num_nodes: int
     index_bytes: int
     counts: list[Count]
+    disk: DiskStats | None = None
+    """Of the last tier, if that is durable."""
 
 
 class StatusDocument(Document):
@@ -74,7 +76,7 @@ class StatusDocument(Document):
 class Setting(Document):
     """One setting; secrets are redacted."""
 
-    value: bool | int | float | str | None
+    value: bool | int | float | str | dict[str, Any] | None
     origin: str
     """``default``, ``file PATH``, ``environment NAME`` or ``argument``."""
 
@@ -92,6 +94,13 @@ class Evicted(Document):
 
     num_blocks: int
     """Blocks of the prefix that were known; what followed them is forgotten as well."""
+
+
+class Retained(Document):
+    """What is kept as was asked."""
+
+    tokens: int
+    """Leading tokens that are stored."""
 
 
 class Pinned(Document):

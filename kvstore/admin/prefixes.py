@@ -8,17 +8,18 @@ numbers in one call would keep every other thread of the process waiting for the
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from kvstore.admin.problems import ProblemError, invalid_body
 from kvstore.errors import UsageError
+from kvstore.retention import MAX_PRIORITY, MAX_TTL_S, lifetime_of
 from kvstore.tokens import block_keys
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
 
     from starlette.requests import Request
 
@@ -65,8 +66,37 @@ class _Prefix(msgspec.Struct, forbid_unknown_fields=True):
     token_bytes: bytes | UnsetType = UNSET
 
 
+class _Retained(_Prefix, forbid_unknown_fields=True):
+    priority: Annotated[int, Meta(ge=0, le=MAX_PRIORITY)] = 0
+    ttl_s: Annotated[float, Meta(gt=0, le=MAX_TTL_S)] | UnsetType | None = UNSET
+
+
 _decode_prefix = msgspec.json.Decoder(_Prefix).decode
+_decode_retained = msgspec.json.Decoder(_Retained).decode
 _decode_piece = msgspec.json.Decoder().decode
+
+
+P = TypeVar("P", bound=_Prefix)
+
+RETAINED: dict[str, Any] = SCHEMA | {
+    "title": "RetainedPrefix",
+    "description": "A prefix, and how to keep what is stored of it.",
+    "properties": SCHEMA["properties"]
+    | {
+        "priority": {
+            "type": "integer",
+            "minimum": 0,
+            "maximum": MAX_PRIORITY,
+            "description": "Least priority that the blocks have from now on.",
+        },
+        "ttl_s": {
+            "type": ["number", "null"],
+            "exclusiveMinimum": 0,
+            "maximum": MAX_TTL_S,
+            "description": "Seconds from now before which the blocks do not expire; null: never.",
+        },
+    },
+}
 
 
 class BodyReader:
@@ -115,9 +145,20 @@ def locate(pool: Pool, body: bytearray) -> tuple[Namespace, bytes]:
     Raises:
         ProblemError: no such body (422), unusable tokens (422), or a namespace without blocks (404).
     """
-    start, stop = body.find(b"["), body.rfind(b"]")
-    frame = body if start < 0 else body[: start + 1] + (body[stop:] if stop > start else b"")
-    prefix = _decode_frame(frame)
+    return _located(pool, body, _decode_frame(body, _decode_prefix))
+
+
+def locate_retained(pool: Pool, body: bytearray) -> tuple[Namespace, bytes, int, float]:
+    """Do as :func:`locate`; return also the priority and lifetime in seconds that ``body`` asks for.
+
+    Where it says nothing of them they are 0.
+    """
+    wanted = _decode_frame(body, _decode_retained)
+    lifetime_s = 0.0 if wanted.ttl_s is UNSET else lifetime_of(wanted.ttl_s)
+    return *_located(pool, body, wanted), wanted.priority, lifetime_s
+
+
+def _located(pool: Pool, body: bytearray, prefix: _Prefix) -> tuple[Namespace, bytes]:
     namespace = pool.namespace(prefix.namespace.lower())
     if namespace is None:
         raise ProblemError(
@@ -127,13 +168,15 @@ def locate(pool: Pool, body: bytearray) -> tuple[Namespace, bytes]:
         )
     if prefix.token_bytes is not UNSET:
         return namespace, _keys(namespace, prefix.token_bytes, "#/token_bytes")
-    return namespace, _list_keys(namespace, body, start + 1, stop)
+    return namespace, _list_keys(namespace, body, body.find(b"[") + 1, body.rfind(b"]"))
 
 
-def _decode_frame(frame: bytearray) -> _Prefix:
-    """Return the body without its tokens."""
+def _decode_frame(body: bytearray, decode: Callable[[bytearray], P]) -> P:
+    """Return ``body`` without its tokens."""
+    start, stop = body.find(b"["), body.rfind(b"]")
+    frame = body if start < 0 else body[: start + 1] + (body[stop:] if stop > start else b"")
     try:
-        prefix = _decode_prefix(frame)
+        prefix = decode(frame)
     except (ValueError, RecursionError) as error:
         text = re.sub(r" \(byte \d+\)", "", str(error))  # it would count without the tokens
         message, _, path = text.partition(" - at `$")

@@ -13,11 +13,12 @@ from kvstore.admin.documents import (
     Known,
     Page,
     Pinned,
+    Retained,
     Setting,
     State,
     StatusDocument,
 )
-from kvstore.admin.prefixes import locate
+from kvstore.admin.prefixes import locate, locate_retained
 from kvstore.admin.problems import ProblemError
 from kvstore.errors import UsageError
 from kvstore.explain import Explanation
@@ -27,6 +28,7 @@ from kvstore.stats import (
     LeaseStats,
     NamespaceStats,
     PinStats,
+    TenantStats,
     TierStats,
     status_document,
 )
@@ -124,6 +126,12 @@ def tiers(pool: ThePool) -> Page[TierStats]:
     return Page[TierStats](items=list(pool.stats().tiers), next=None)
 
 
+@router.get("/v1/tenants")
+def tenants(pool: ThePool) -> Page[TenantStats]:
+    """Tenants with a ceiling or floor, by name, then the rest together: bytes of the last memory tier."""
+    return Page[TenantStats](items=pool.tenants(), next=None)
+
+
 @router.get("/v1/namespaces")
 def namespaces(pool: ThePool, limit: Limit = 100, after: After = "") -> Page[NamespaceStats]:
     """Namespaces that have blocks, by digest."""
@@ -169,6 +177,14 @@ def explain(pool: ThePool, body: Body) -> Explanation:
 def evict(pool: ThePool, body: Body) -> Evicted:
     """Forget a prefix and everything that follows it; blocks in use stay readable for their holders."""
     return Evicted(num_blocks=pool.evict(*locate(pool, body)))
+
+
+@router.post("/v1/prefixes:retain")
+def retain(pool: ThePool, body: Body) -> Retained:
+    """Raise the priority, or extend the life, of what is stored of a prefix."""
+    namespace, key, priority, lifetime_s = locate_retained(pool, body)
+    tokens = pool.retain(namespace, key, priority=priority, lifetime_s=lifetime_s)
+    return Retained(tokens=tokens)
 
 
 @router.put("/v1/pins/{name}")

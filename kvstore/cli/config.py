@@ -80,6 +80,8 @@ def setting_text(value: object) -> str | None:
         return str(value).lower()
     if isinstance(value, float):
         return f"{value:g}"
+    if isinstance(value, dict):
+        return ", ".join(value) or None
     if isinstance(value, SecretStr):
         return "set"
     return None if value is None else str(value)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from kvstore.cli.disk import disk_checks
 from kvstore.cli.host import Check, Status, host_checks
 from kvstore.cli.plugins import CHECKS, DISTRIBUTION, entries, find_source, remedy
 from kvstore.cli.table import output_option, print_json, render
@@ -25,10 +26,17 @@ STATUSES: tuple[Status, ...] = ("ok", "warn", "fail")
 
 
 @click.command()
+@click.option(
+    "--disk", metavar="SIZE", help="Size of a disk tier; by default that of the settings."
+)
+@click.option("--disk-path", metavar="DIR", help="Its directory, which need not exist yet.")
 @output_option
-def doctor(output: str) -> None:
-    """Check this machine and installation."""
-    checks = run_checks()
+def doctor(disk: str | None, disk_path: str | None, output: str) -> None:
+    """Check this machine and installation.
+
+    The directory of a disk tier is checked too, if the settings or the options name one.
+    """
+    checks = run_checks(disk=disk, disk_path=disk_path)
     worst = max((c.status for c in checks), key=STATUSES.index, default="ok")
     if output == "json":
         print_json({"status": worst, "checks": [asdict(check) for check in checks]})
@@ -38,8 +46,11 @@ def doctor(output: str) -> None:
     click.get_current_context().exit(1 if worst == "fail" else 0)
 
 
-def run_checks(root: Path = Path("/")) -> list[Check]:
-    """Return all rows: Python and packages, torch, the machine below ``root``, and plug-ins."""
+def run_checks(root: Path = Path("/"), **settings: str | None) -> list[Check]:
+    """Return all rows: Python and packages, torch, the machine below ``root``, disk, and plug-ins.
+
+    ``settings`` go before those of the environment.
+    """
     return [
         python_check(sys.version_info[:2]),
         package_check(),
@@ -47,6 +58,7 @@ def run_checks(root: Path = Path("/")) -> list[Check]:
         *(module_check(name) for name in ("numpy", "xxhash")),
         *torch_checks(),
         *host_checks(root),
+        *disk_checks(root, settings),
         *plugin_checks(entries(CHECKS)),
     ]
 

@@ -40,10 +40,13 @@ INTERRUPTED = 130
 BUILT_IN = {
     "config": "kvstore.cli.config:config",
     "doctor": "kvstore.cli.doctor:doctor",
+    "evict": "kvstore.cli.prefixes:evict",
     "explain": "kvstore.cli.explain:explain",
+    "pin": "kvstore.cli.prefixes:pin",
     "serve": "kvstore.cli.serve:serve",
     "status": "kvstore.cli.status:status",
     "top": "kvstore.cli.top:top",
+    "unpin": "kvstore.cli.prefixes:unpin",
     "version": "kvstore.cli.main:version",
 }
 

@@ -40,6 +40,10 @@ logger = logging.getLogger(__name__)
 @click.option("--config", type=click.Path(path_type=Path), help="TOML file with settings.")
 @click.option("--socket", help="Unix socket where clients connect.")
 @click.option("--dram", metavar="SIZE", help="Host memory for blocks, such as 8GiB.")
+@click.option("--disk", metavar="SIZE", help="Disk space for blocks, such as 200GiB.")
+@click.option(
+    "--disk-path", metavar="DIR", help="Directory of the disk tier, for this daemon alone."
+)
 @click.option("--huge-pages", type=click.Choice(["off", "transparent", "reserved"]))
 @click.option("--block-tokens", type=int, help="Tokens of one block.")
 @click.option("--lease-timeout", "lease_timeout_s", type=float, metavar="SECONDS")

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from kvstore.cli.table import Cell
     from kvstore.client.blocking import Client
-    from kvstore.stats import DaemonStatus, PoolStats
+    from kvstore.stats import DaemonStatus, DiskStats, PoolStats
 
 SHORTEST_S, LONGEST_S = 0.05, 3600.0
 HEADER_EVERY = 20
@@ -214,6 +214,8 @@ def overview(now: DaemonStatus) -> str:
             f"{percent(hits, hits + misses)} % of {hits + misses} tokens" if hits + misses else "-",
         ],
     ]
+    if pool.disk is not None:
+        facts.append(["disk", _of_disk(pool.disk)])
     tiers: list[list[Cell]] = [
         [
             tier.name,
@@ -234,6 +236,18 @@ def overview(now: DaemonStatus) -> str:
         *([render(["counter", "value"], counters)] if counters else []),
     ]
     return "\n\n".join(tables)
+
+
+def _of_disk(disk: DiskStats) -> str:
+    """Say how the disk does."""
+    off = [
+        f"{what} is off: {reason}"
+        for what, reason in (("reading", disk.reading_off), ("writing", disk.writing_off))
+        if reason
+    ]
+    if disk.bad_bytes:
+        off.append(f"{size(disk.bad_bytes)} set aside as bad")
+    return "; ".join([*off, f"loads are expected to give {size(disk.load_bytes_per_s)}/s"])
 
 
 def percent(part: float, whole: float) -> str:

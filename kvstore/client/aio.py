@@ -12,6 +12,7 @@ from kvstore.client.core import Answer, Call, Calls, Connection
 from kvstore.client.dial import Deadline, dial, hang_up
 from kvstore.errors import LeaseExpiredError, UnavailableError, UsageError
 from kvstore.protocol import Abort, Held, Release, encode
+from kvstore.retention import NORMAL_PRIORITY
 
 if TYPE_CHECKING:
     import socket
@@ -70,9 +71,11 @@ class AsyncClient:
         """Have the known prefix brought up to the arena; return its tokens."""
         return await self._run(self._calls.prefetch(namespace, tokens))
 
-    async def acquire(self, namespace: Namespace, tokens: object) -> Lease:
-        """Lease the known leading blocks."""
-        return await self._run(self._calls.acquire(namespace, tokens))
+    async def acquire(
+        self, namespace: Namespace, tokens: object, *, may_wait: bool = False
+    ) -> Lease:
+        """Lease the known leading blocks; nothing while others are being loaded, if it ``may_wait``."""
+        return await self._run(self._calls.acquire(namespace, tokens, may_wait=may_wait))
 
     async def verify(self, lease: Lease) -> int:
         """Return how many leading blocks of ``lease`` match the checksums of their writers."""
@@ -102,16 +105,29 @@ class AsyncClient:
                 "the lease ran out before it was released: what was read may be wrong"
             )
 
+    def prefilled(self, namespace: Namespace, start: int, stop: int, seconds: float) -> None:
+        """Tell how long the engine took to compute tokens ``[start, stop)``; lost where nobody listens."""
+        if self._line is not None:
+            self._line.write(self._calls.prefilled(namespace, start, stop, seconds))
+
     async def reserve(
-        self, namespace: Namespace, tokens: object, *, heads: tuple[int, int] | None = None
+        self,
+        namespace: Namespace,
+        tokens: object,
+        *,
+        heads: tuple[int, int] | None = None,
+        priority: int = NORMAL_PRIORITY,
+        ttl_s: float | None = None,
     ) -> Reservation:
         """Get slots for the blocks that no one holds or writes yet; none with ``access="read"``.
 
         ``heads`` is the range ``[start, stop)`` of the KV heads that are going to be written; None: all.
+        Blocks of a lower ``priority`` (0 to 100) are evicted first; ``ttl_s`` seconds after their commit the
+        blocks expire.
         """
         if self._access == "read":
             return self._calls.no_reservation(namespace, "read_only")
-        return await self._run(self._calls.reserve(namespace, tokens, heads))
+        return await self._run(self._calls.reserve(namespace, tokens, heads, priority, ttl_s))
 
     async def commit(self, reservation: Reservation) -> int:
         """Make the written blocks visible; return how many became so."""

@@ -13,6 +13,7 @@ from kvstore.client.core import Answer, Call, Calls, Connection
 from kvstore.client.dial import Deadline, dial, hang_up
 from kvstore.client.line import Line
 from kvstore.errors import LeaseExpiredError, UnavailableError
+from kvstore.retention import NORMAL_PRIORITY
 
 if TYPE_CHECKING:
     import socket
@@ -92,9 +93,9 @@ class Client:
         """Have the known prefix brought up to the arena; return its tokens."""
         return self._run(self._calls.prefetch(namespace, tokens))
 
-    def acquire(self, namespace: Namespace, tokens: object) -> Lease:
-        """Lease the known leading blocks."""
-        return self._run(self._calls.acquire(namespace, tokens))
+    def acquire(self, namespace: Namespace, tokens: object, *, may_wait: bool = False) -> Lease:
+        """Lease the known leading blocks; nothing while others are being loaded, if it ``may_wait``."""
+        return self._run(self._calls.acquire(namespace, tokens, may_wait=may_wait))
 
     def verify(self, lease: Lease) -> int:
         """Return how many leading blocks of ``lease`` match the checksums of their writers."""
@@ -125,15 +126,23 @@ class Client:
             )
 
     def reserve(
-        self, namespace: Namespace, tokens: object, *, heads: tuple[int, int] | None = None
+        self,
+        namespace: Namespace,
+        tokens: object,
+        *,
+        heads: tuple[int, int] | None = None,
+        priority: int = NORMAL_PRIORITY,
+        ttl_s: float | None = None,
     ) -> Reservation:
         """Get slots for the blocks that no one holds or writes yet; none with ``access="read"``.
 
         ``heads`` is the range ``[start, stop)`` of the KV heads that are going to be written; None: all.
+        Blocks of a lower ``priority`` (0 to 100) are evicted first; ``ttl_s`` seconds after their commit the
+        blocks expire.
         """
         if self._access == "read":
             return self._calls.no_reservation(namespace, "read_only")
-        return self._run(self._calls.reserve(namespace, tokens, heads))
+        return self._run(self._calls.reserve(namespace, tokens, heads, priority, ttl_s))
 
     def commit(self, reservation: Reservation) -> int:
         """Make the written blocks visible; return how many became so."""
@@ -145,6 +154,16 @@ class Client:
         call = self._calls.abort(reservation)
         if call is not None:
             self._run(call)
+
+    def prefilled(self, namespace: Namespace, start: int, stop: int, seconds: float) -> None:
+        """Tell how long the engine took to compute tokens ``[start, stop)``; lost where nobody listens."""
+        line = self._line
+        if line is None or line.connection.failure is not None:
+            return
+        try:
+            line.send(self._calls.prefilled(namespace, start, stop, seconds), self._deadline(0))
+        except UnavailableError as error:
+            self._lose(line, error)
 
     # -- administration -------------------------------------------------------------------------
 

@@ -46,6 +46,7 @@ from kvstore.protocol import (
     Lookup,
     Number,
     Prefetch,
+    Prefilled,
     ProtocolError,
     Release,
     Reply,
@@ -57,6 +58,7 @@ from kvstore.protocol import (
     encode,
     encode_namespace,
 )
+from kvstore.retention import NORMAL_PRIORITY, check_priority, lifetime_of
 from kvstore.tokens import TOKEN_BYTES, block_keys
 from radix import TokenError, token_bytes
 
@@ -228,7 +230,9 @@ class Calls:
         """See :meth:`kvstore.pool.Pool.prefetch`."""
         return self._number_of(Prefetch, namespace, tokens, lambda _: 0)
 
-    def acquire(self, namespace: Namespace, tokens: object) -> Call[Lease]:
+    def acquire(
+        self, namespace: Namespace, tokens: object, *, may_wait: bool = False
+    ) -> Call[Lease]:
         """See :meth:`kvstore.pool.Pool.acquire`."""
         prompt = self._prompt(namespace, tokens)
 
@@ -242,11 +246,14 @@ class Calls:
                 answer.asked_at + answer.connection.welcome.lease_timeout_s,
                 self._keep(answer.connection, held.held),
                 buffers=(answer.connection.mapping.buffer,),
+                ready_blocks=max(0, held.ready),
+                coming_blocks=max(0, held.coming),
+                ready_in_s=max(0.0, held.ready_in_s),
             )
 
         return Call(
             "acquire",
-            lambda number: Acquire(number, prompt.namespace, prompt.key),
+            lambda number: Acquire(number, prompt.namespace, prompt.key, may_wait),
             read,
             lambda reason: Lease(
                 self._owner,
@@ -293,10 +300,17 @@ class Calls:
     # -- writing --------------------------------------------------------------------------------
 
     def reserve(
-        self, namespace: Namespace, tokens: object, heads: tuple[int, int] | None = None
+        self,
+        namespace: Namespace,
+        tokens: object,
+        heads: tuple[int, int] | None = None,
+        priority: int = NORMAL_PRIORITY,
+        ttl_s: float | None = None,
     ) -> Call[Reservation]:
         """See :meth:`kvstore.pool.Pool.reserve`."""
         part = part_of(namespace.layout, heads)
+        check_priority(priority)
+        lifetime_of(ttl_s)
         prompt = self._prompt(namespace, tokens)
 
         def read(answer: Answer) -> Reservation:
@@ -315,7 +329,7 @@ class Calls:
 
         return Call(
             "reserve",
-            lambda number: Reserve(number, prompt.namespace, prompt.key, part),
+            lambda number: Reserve(number, prompt.namespace, prompt.key, part, priority, ttl_s),
             read,
             lambda reason: self.no_reservation(namespace, reason),
             prompt.num_tokens,
@@ -359,6 +373,10 @@ class Calls:
             lambda _: 0,
             connection=holding.connection,
         )
+
+    def prefilled(self, namespace: Namespace, start: int, stop: int, seconds: float) -> bytes:
+        """Return the frame that tells how long an engine took for tokens ``[start, stop)`` of a prompt."""
+        return encode(Prefilled(self._encoded(namespace), start, stop, seconds))
 
     # -- administration -------------------------------------------------------------------------
 
@@ -441,15 +459,19 @@ class Calls:
                 f"a prompt of {len(key)} key bytes: a request to the daemon holds at most "
                 f"{MAX_FRAME_BYTES - FRAME_OVERHEAD_BYTES}; do not store prompts of this length"
             )
+        encoded = self._encoded(namespace)
+        if namespace.keys == "tokens":
+            return _Prompt(encoded, key, len(key) // TOKEN_BYTES)
+        blocks = len(key) // namespace.key_bytes
+        return _Prompt(encoded, key, blocks * namespace.layout.block_tokens)
+
+    def _encoded(self, namespace: Namespace) -> bytes:
         encoded = self._namespaces.get(namespace.digest)
         if encoded is None:
             if len(self._namespaces) >= MAX_NAMESPACES:
                 self._namespaces.clear()
             encoded = self._namespaces[namespace.digest] = encode_namespace(namespace)
-        if namespace.keys == "tokens":
-            return _Prompt(encoded, key, len(key) // TOKEN_BYTES)
-        blocks = len(key) // namespace.key_bytes
-        return _Prompt(encoded, key, blocks * namespace.layout.block_tokens)
+        return encoded
 
     def _keep(self, connection: Connection, remote_id: int) -> int:
         if remote_id == 0:

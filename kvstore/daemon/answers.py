@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from kvstore import protocol
 from kvstore.errors import LeaseExpiredError, LeaseNotHeldError, TooLargeError, UsageError
-from kvstore.protocol import Failed, Release
+from kvstore.protocol import Failed, Prefilled, Release
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -43,7 +43,7 @@ def namespace_of(encoded: bytes) -> Namespace:
 
 def failed(request: Request, error: Exception) -> Failed:
     """Return the answer for a request that raised ``error``; what nobody expected is logged."""
-    request_id = 0 if isinstance(request, Release) else request.id
+    request_id = 0 if isinstance(request, Release | Prefilled) else request.id
     for known, name in _ERRORS:
         if isinstance(error, known):
             return Failed(request_id, name, str(error))

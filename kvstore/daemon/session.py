@@ -110,7 +110,7 @@ class Session:
             return self._handlers[type(request)](self, request)
         except Exception as error:  # noqa: BLE001  (a request must not end the daemon)
             answer = failed(request, error)
-            return None if isinstance(request, protocol.Release) else answer
+            return None if isinstance(request, protocol.Release | protocol.Prefilled) else answer
 
     def forget_expired(self, now: float) -> None:
         """Forget the leases that ran out before ``now``; the pool ends them by itself."""
@@ -148,13 +148,22 @@ class Session:
         namespace = namespace_of(request.namespace)
         if self.draining:
             return Held(request.id, NOTHING, b"", b"", 0)
-        lease = self._pool.acquire(namespace, request.key)
+        lease = self._pool.acquire(namespace, request.key, may_wait=request.may_wait)
         covered = _in_arena(lease)
         if not covered:
             self._pool.release(lease)
-            return Held(request.id, NOTHING, b"", b"", 0)
-        self._leases[lease.held_id] = lease
-        return Held(request.id, lease.held_id, lease.offsets[:covered].tobytes(), b"", 0)
+        else:
+            self._leases[lease.held_id] = lease
+        return Held(
+            request.id,
+            lease.held_id if covered else NOTHING,
+            lease.offsets[:covered].tobytes(),
+            b"",
+            0,
+            lease.ready_blocks if lease.coming_blocks else covered,
+            lease.coming_blocks,
+            lease.ready_in_s,
+        )
 
     def _release(self, request: protocol.Release) -> Answer:
         lease = self._leases.pop(request.lease, None)
@@ -188,7 +197,12 @@ class Session:
         if not self.reserved_bytes:
             room = max(1, room)  # also where half of the arena is less than a block
         reservation = self._pool.reserve(
-            namespace, request.key, heads=request.heads, max_blocks=room
+            namespace,
+            request.key,
+            heads=request.heads,
+            max_blocks=room,
+            priority=request.priority,
+            ttl_s=request.ttl_s,
         )
         self._counts["refused_session_budget"] += (
             reservation.refused > 0 and reservation.num_blocks == room
@@ -222,6 +236,11 @@ class Session:
     def _check_may_write(self) -> None:
         if self._access != "write":
             raise UsageError("this client maps the arena for reading: connect for writing")
+
+    def _prefilled(self, request: protocol.Prefilled) -> Answer:
+        namespace = namespace_of(request.namespace)
+        self._pool.prefilled(namespace, request.start, request.stop, request.seconds)
+        return None
 
     # -- administration -------------------------------------------------------------------------
 
@@ -280,6 +299,7 @@ class Session:
         protocol.Clear: _clear,
         protocol.Drain: _drain,
         protocol.Status: _tell,
+        protocol.Prefilled: _prefilled,
     }
 
 

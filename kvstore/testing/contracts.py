@@ -232,6 +232,33 @@ class ClientContract(ABC):
                 slot, pattern(lease.namespace, _prefix(tokens, index + 1, lease.namespace))
             )
 
+    def test_what_has_a_lower_priority_goes_first(self) -> None:
+        """However it was used; and storing again raises it, for the whole prompt."""
+        with self.make_store(4) as store:
+            store.commit(store.reserve(self.namespace, range(8), priority=10))
+            store.commit(store.reserve(self.namespace, range(100, 104), priority=90))
+            store.commit(store.reserve(self.namespace, range(200, 204), priority=0))
+            assert store.reserve(self.namespace, range(200, 204), priority=80).num_blocks == 0
+            for _ in range(3):
+                store.release(store.acquire(self.namespace, range(9)))
+            self.put(store, range(300, 308))
+            assert store.lookup(self.namespace, range(9)) == 0
+            assert store.lookup(self.namespace, range(100, 105)) == 4
+            assert store.lookup(self.namespace, range(200, 205)) == 4
+
+    def test_impossible_retention_is_refused_where_it_is_asked_for(self) -> None:
+        """Also by a client without its daemon, and nothing is reserved."""
+        with self.make_store(4) as store:
+            for priority in (-1, 101, 5.0, True):
+                with pytest.raises(UsageError, match="priority="):
+                    store.reserve(self.namespace, range(8), priority=priority)  # type: ignore[arg-type]
+            for ttl_s in (0, -1, float("nan"), float("inf"), True):
+                with pytest.raises(UsageError, match="ttl_s="):
+                    store.reserve(self.namespace, range(8), ttl_s=ttl_s)
+            store.commit(store.reserve(self.namespace, range(8), ttl_s=3600))
+            assert store.lookup(self.namespace, range(9)) == 8
+            assert store.stats().num_reservations == 0
+
     def test_a_stored_prefix_is_found_and_right(self) -> None:
         """Whole blocks, never the last token, right bytes."""
         with self.make_store(16) as store:

@@ -17,7 +17,7 @@ from kvstore.pool import Pool
 from kvstore.tiers.mover import ThreadMover
 from kvstore.tiers.shared import SharedDramStore
 from kvstore.tiers.tier import Tier
-from radix import LRU
+from radix import LRU, PriorityOrder
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -49,7 +49,7 @@ class DaemonThread:
         self.path = path
         self.store = SharedDramStore(capacity_bytes, time.monotonic)  # noqa: TID251
         self.pool = Pool(
-            [Tier("dram", self.store, LRU())],
+            [Tier("dram", self.store, PriorityOrder(LRU))],
             ThreadMover(64),
             time.monotonic,  # noqa: TID251
             block_tokens=block_tokens,

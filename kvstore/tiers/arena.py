@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 ALIGNMENT = 4096
 """Slot offsets and sizes are multiples of this: a page, for direct I/O and memory registration."""
 
+MAX_TIER_BYTES = (2**31 - 1) * ALIGNMENT
+"""Slots are numbered by page in 32 bits: 8 TiB."""
+
 MAX_SLABS = 64
 
 

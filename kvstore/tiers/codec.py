@@ -142,12 +142,17 @@ class PlanesLZ4(Codec):
         return np.frombuffer(plane, np.uint8)
 
 
-class _Scaled(Codec):
+class Scaled(Codec):
     """One byte for each element, and a scale for each layer, K or V, and head."""
 
     lossless = False
     largest: float
     """Number that the largest element of a head becomes."""
+
+    @property
+    def stored_bytes(self) -> int:
+        """Length of every stored block."""
+        return self._num_scales * (4 + self._heads[-1])
 
     def __init__(self, layout: KVLayout) -> None:
         """Take ``layout``, or refuse it."""
@@ -176,8 +181,7 @@ class _Scaled(Codec):
 
     def decode(self, stored: bytes, block: Block) -> None:
         """Multiply back."""
-        num_elements = self._num_scales * self._heads[-1]
-        if len(stored) != 4 * self._num_scales + num_elements:
+        if len(stored) != self.stored_bytes:
             raise CodecError(f"{len(stored)} bytes are no scales and elements of a block")
         scales = np.frombuffer(stored, "<f4", self._num_scales).reshape(*self._heads[:-1], 1)
         parts = np.frombuffer(stored, np.uint8, offset=4 * self._num_scales)
@@ -191,7 +195,7 @@ class _Scaled(Codec):
     def _from_bytes(self, stored: Block) -> NDArray[np.float32]: ...
 
 
-class Int8(_Scaled):
+class Int8(Scaled):
     """Whole numbers: an element is off by at most half a step, ``max |head| / 254``."""
 
     name, number, largest = "int8", 2, 127.0
@@ -203,7 +207,7 @@ class Int8(_Scaled):
         return stored.view(np.int8).astype(np.float32)
 
 
-class Float8(_Scaled):
+class Float8(Scaled):
     """Floats of 8 bits (e4m3): off by at most 1/16 of the element, or ``max |head| / 448 / 1024`` near 0."""
 
     name, number, largest = "fp8", 3, 448.0
@@ -215,5 +219,7 @@ class Float8(_Scaled):
         numbers: NDArray[np.float32] = stored.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
         return numbers
 
+
+LOSSY: dict[str, type[Scaled]] = {kind.name: kind for kind in (Int8, Float8)}
 
 CODECS: dict[str, type[Codec]] = {kind.name: kind for kind in (Plain, PlanesLZ4, Int8, Float8)}

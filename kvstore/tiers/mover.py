@@ -8,10 +8,10 @@ import threading
 from abc import ABC, abstractmethod
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 logger = logging.getLogger(__name__)
 
@@ -26,8 +26,12 @@ class Mover(ABC):
     def has_room(self) -> bool:
         """Whether :meth:`submit` would take a job now, as far as can be told before it is made."""
 
+    def room(self) -> int:
+        """How many jobs :meth:`submit` would take now, as far as can be told."""
+        return 1 << 20 if self.has_room() else 0
+
     @abstractmethod
-    def submit(self, job: Callable[[], None]) -> bool:
+    def submit(self, job: Callable[[], object]) -> bool:
         """Take ``job``, or refuse it (False) because too many wait. Never blocks on other jobs."""
 
     @abstractmethod
@@ -39,6 +43,31 @@ class Mover(ABC):
         """Run what was submitted, then stop. Submitting afterwards is refused."""
 
 
+class Lanes(NamedTuple):
+    """Movers by what they do, so that what a request waits for does not wait for the rest; may be one."""
+
+    memory: Mover
+    """Copies and hashes within memory."""
+    loads: Mover
+    """Reads from slow tiers."""
+    stores: Mover
+    """Writes to them."""
+
+    def distinct(self) -> Iterator[Mover]:
+        """Each mover once."""
+        yield from dict.fromkeys(self)
+
+    def drain(self) -> None:
+        """Drain all."""
+        for mover in self.distinct():
+            mover.drain()
+
+    def close(self) -> None:
+        """Close all."""
+        for mover in self.distinct():
+            mover.close()
+
+
 class InlineMover(Mover):
     """Runs each job at once, on the caller's thread: deterministic, for tests and simulation."""
 
@@ -46,7 +75,7 @@ class InlineMover(Mover):
         """Always."""
         return True
 
-    def submit(self, job: Callable[[], None]) -> bool:
+    def submit(self, job: Callable[[], object]) -> bool:
         """Run ``job``."""
         job()
         return True
@@ -70,13 +99,14 @@ def _give_way() -> None:
 class ThreadMover(Mover):
     """One background thread with a bounded queue; where cores are scarce, it gives way to all others."""
 
-    def __init__(self, max_waiting: int) -> None:
+    def __init__(self, max_waiting: int, name: str = "mover") -> None:
         """Start with an idle thread.
 
         Args:
             max_waiting: jobs that may wait; more are refused.
+            name: of the thread, for people.
         """
-        self._executor = ThreadPoolExecutor(1, "kvstore-mover", _give_way)
+        self._executor = ThreadPoolExecutor(1, f"kvstore-{name}", _give_way)
         self._executor.submit(
             int
         ).result()  # where no thread can be had, fail now and not in a commit
@@ -90,7 +120,12 @@ class ThreadMover(Mover):
         with self._changed:
             return not self._closed and self._waiting < self._max_waiting
 
-    def submit(self, job: Callable[[], None]) -> bool:
+    def room(self) -> int:
+        """What is left of the queue."""
+        with self._changed:
+            return 0 if self._closed else self._max_waiting - self._waiting
+
+    def submit(self, job: Callable[[], object]) -> bool:
         """Queue ``job``."""
         with self._changed:
             if self._closed or self._waiting >= self._max_waiting:
@@ -115,7 +150,7 @@ class ThreadMover(Mover):
             self._closed = True
         self._executor.shutdown(wait=True)
 
-    def _run(self, job: Callable[[], None]) -> None:
+    def _run(self, job: Callable[[], object]) -> None:
         try:
             job()
         except Exception:  # thread top loop: a failed job must not end the mover

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import xxhash
 
 from kvstore.blocks import FIRST_CHECKSUM, NO_CHECKSUM
+from kvstore.tiers.arena import slot_bytes
+from kvstore.tiers.disk.format import GOOD, BlockIdentity, block_digest, root_digest
+from kvstore.tiers.disk.store import DiskStore
 from kvstore.tiers.dram import DramStore
 
 if TYPE_CHECKING:
@@ -17,8 +20,66 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvstore.blocks import Ids
-    from kvstore.tiers.store import HostBlocks
-    from kvstore.tiers.tier import Tier
+    from kvstore.namespace import Namespace
+    from kvstore.tiers.store import HostBlocks, Store
+    from kvstore.tiers.tier import NamespaceTree, Tier
+
+
+class Prompt:
+    """The blocks of a prompt by their names, each of which is computed once.
+
+    Not thread-safe; the mover of one lane uses it at a time.
+    """
+
+    def __init__(self, namespace: Namespace, key: bytes) -> None:
+        """Describe a prompt whose blocks have ``key``, from the first one on."""
+        self.namespace = namespace
+        self.key = key
+        self._digests = [root_digest(namespace)]
+
+    def identities(
+        self, positions: NDArray[np.int64], checksums: NDArray[np.uint64]
+    ) -> list[BlockIdentity]:
+        """Name the blocks at ``positions``, whose checksums are uint64 of the same length."""
+        digests, stride, key = self._digests, self.namespace.key_bytes, self.key
+        for at in range(len(digests) - 1, int(positions.max()) + 1):
+            own = key[at * stride : (at + 1) * stride]
+            digests.append(block_digest(digests[at], at, own))
+        return [
+            BlockIdentity(
+                self.namespace,
+                at,
+                digests[at],
+                digests[at + 1],
+                key[at * stride : (at + 1) * stride],
+                checksum,
+            )
+            for at, checksum in zip(positions.tolist(), checksums.tolist(), strict=True)
+        ]
+
+
+@dataclass(frozen=True, eq=False)
+class Origin:
+    """Which blocks these are: what a durable tier writes on them, and wants to read there."""
+
+    prompt: Prompt
+    positions: NDArray[np.int64]
+    """int64 ``[num_blocks]``: places in the prompt, in blocks."""
+
+    def take(self, which: NDArray[np.bool_] | NDArray[np.intp] | slice) -> Origin:
+        """Return the origin of some of the blocks."""
+        return Origin(self.prompt, self.positions[which])
+
+    def identities(self, checksums: NDArray[np.uint64]) -> list[BlockIdentity]:
+        """Name the blocks, whose checksums are uint64 ``[num_blocks]``."""
+        return self.prompt.identities(self.positions, checksums)
+
+
+class Path(NamedTuple):
+    """A prompt as the index knows it."""
+
+    tree: NamespaceTree
+    key: bytes
 
 
 @dataclass(eq=False)
@@ -35,15 +96,46 @@ class Move:
     target_offsets: NDArray[np.int64]
     size_class: int
     drop_source: bool
+    path: Path | None = None
+    """Where the blocks belong; None within a tier."""
+    origin: Origin | None = None
+    """Needed where a durable tier is involved."""
+    known: NDArray[np.uint64] | None = None
+    """uint64 ``[num_blocks]``: checksums as they were known at the start, with an origin."""
 
 
-def copy_blocks(move: Move, tiers: Sequence[Tier], block_bytes: int) -> NDArray[np.uint64]:
-    """Copy the bytes of ``move``, and return the checksums of what passed through host memory.
+class Outcome(NamedTuple):
+    """What became of the bytes of a move."""
+
+    checksums: NDArray[np.uint64]
+    """uint64 ``[num_blocks]``: of what was copied; ``NO_CHECKSUM`` where it did not pass through the host."""
+    copied: NDArray[np.bool_]
+    """Whether the bytes are at their target."""
+    lost: NDArray[np.bool_]
+    """Whether the source does not have them any more."""
+    is_changed: bool = False
+    """Whether a codec has changed the bytes within its bound, so that they have other checksums now."""
+
+
+def copy_blocks(move: Move, tiers: Sequence[Tier], block_bytes: int) -> Outcome:
+    """Copy the bytes of ``move``.
 
     Raises:
-        Exception: whatever the memory or a driver raises; the target then holds garbage.
+        Exception: whatever the memory or a driver raises; the target then holds garbage. A durable tier
+            raises nothing.
     """
     source, target = tiers[move.source].store, tiers[move.target].store
+    if isinstance(target, DiskStore):
+        return _write(move, _on_the_host(source), target, block_bytes)
+    if isinstance(source, DiskStore):
+        return _read(move, source, _on_the_host(target), block_bytes)
+    sums = _copied(move, source, target, block_bytes)
+    done = np.ones(len(move.ids), bool)
+    return Outcome(sums, done, ~done)
+
+
+def _copied(move: Move, source: Store, target: Store, block_bytes: int) -> NDArray[np.uint64]:
+    """Copy from memory to memory; return the checksums of what passed through the host's."""
     if move.source == move.target:
         source.relocate(move.source_offsets, move.target_offsets, block_bytes)
         if not isinstance(target, DramStore):
@@ -52,10 +144,49 @@ def copy_blocks(move: Move, tiers: Sequence[Tier], block_bytes: int) -> NDArray[
     if isinstance(target, DramStore):
         source.read_into(move.source_offsets, target.blocks(move.target_offsets, block_bytes))
         return _checksums(target.blocks(move.target_offsets, block_bytes))
-    if not isinstance(source, DramStore):
+    blocks = _on_the_host(source).blocks
+    target.write_from(move.target_offsets, blocks(move.source_offsets, block_bytes))
+    return _checksums(blocks(move.source_offsets, block_bytes))
+
+
+def _write(move: Move, source: DramStore, target: DiskStore, block_bytes: int) -> Outcome:
+    """Write blocks whose bytes are still what their writer wrote."""
+    assert move.origin is not None
+    assert move.known is not None
+    sums = _checksums(source.blocks(move.source_offsets, block_bytes))
+    right = np.flatnonzero((move.known < FIRST_CHECKSUM) | (move.known == sums))
+    written = np.zeros(len(move.ids), bool)
+    if len(right):
+        lossy = move.origin.prompt.namespace.codec is not None
+        named = move.origin.identities(np.zeros_like(sums) if lossy else sums)
+        payloads = list(source.blocks(move.source_offsets, slot_bytes(block_bytes)))
+        written[right] = target.write(
+            move.target_offsets[right],
+            [named[at] for at in right.tolist()],
+            [payloads[at] for at in right.tolist()],
+        )
+    return Outcome(sums, written, np.zeros(len(move.ids), bool))
+
+
+def _read(move: Move, source: DiskStore, target: DramStore, block_bytes: int) -> Outcome:
+    """Read blocks; what is there is compared with what must be there."""
+    assert move.origin is not None
+    assert move.known is not None
+    lossy = move.origin.prompt.namespace.codec is not None
+    named = move.origin.identities(np.zeros_like(move.known) if lossy else move.known)
+    payloads = list(target.blocks(move.target_offsets, slot_bytes(block_bytes)))
+    verdicts = source.read(move.source_offsets, named, payloads)
+    good = np.array([verdict == GOOD for verdict in verdicts])
+    lost = np.array([verdict not in (GOOD, "off") for verdict in verdicts])
+    found = _checksums(payload[:block_bytes] for payload in payloads) if lossy else move.known
+    sums = np.where(good, found, np.uint64(NO_CHECKSUM))
+    return Outcome(sums, good, lost, lossy)
+
+
+def _on_the_host(store: Store | DiskStore) -> DramStore:
+    if not isinstance(store, DramStore):
         raise TypeError("one side of a move must be host memory")
-    target.write_from(move.target_offsets, source.blocks(move.source_offsets, block_bytes))
-    return _checksums(source.blocks(move.source_offsets, block_bytes))
+    return store
 
 
 def on_host(tiers: Sequence[Tier]) -> NDArray[np.bool_]:

@@ -1,4 +1,8 @@
-"""A tier: memory, the arena that divides it, and the policy that chooses what leaves it.
+"""A tier: a store of bytes, the arena that divides it, and the policy that chooses what leaves it.
+
+Memory can be lent: leases and reservations say where in it their blocks are. A *durable* tier, the disk,
+cannot; it comes behind all memory, its blocks have headers that say what they are, and it is found again
+after a restart.
 
 Every radix tree tells the policies of all tiers what is used, through one :class:`TierOrders`.
 """
@@ -7,21 +11,23 @@ from __future__ import annotations
 
 from collections import UserDict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvstore.errors import UsageError
-from kvstore.tiers.arena import ALIGNMENT, MAX_SLABS, Arena
+from kvstore.tiers.arena import MAX_SLABS, MAX_TIER_BYTES, Arena, slot_bytes
+from kvstore.tiers.disk.format import slot_bytes_of
+from kvstore.tiers.disk.store import DiskStore
 from radix import EvictionOrder, RadixTree
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
 
     from kvstore.namespace import Namespace
+    from kvstore.tiers.disk.slots import Slots
+    from kvstore.tiers.rules import DiskRules
     from kvstore.tiers.store import Store
     from radix import Node
-
-MAX_TIER_BYTES = (2**31 - 1) * ALIGNMENT
-"""Slots are numbered by page in 32 bits: 8 TiB."""
+    from radix.deadlines import Deadlines
 
 
 @dataclass
@@ -29,15 +35,39 @@ class Tier:
     """A store, the arena that divides it, and the policy that chooses its victims."""
 
     name: str
-    store: Store
+    store: Store | DiskStore
     policy: EvictionOrder
     max_slabs: int = MAX_SLABS
+    rules: DiskRules | None = None
+    """Of a durable tier."""
 
     def __post_init__(self) -> None:
-        """Divide the store's memory."""
+        """Divide the store's bytes."""
+        if (self.rules is None) != (self.disk is None):
+            raise UsageError(f"tier {self.name}: a durable tier, and no other, needs rules")
         if self.store.capacity_bytes > MAX_TIER_BYTES:
             raise UsageError(f"tier {self.name} has more than {MAX_TIER_BYTES} bytes")
-        self.arena = Arena(self.store.capacity_bytes, self.max_slabs)
+        self.arena: Arena | Slots = (
+            self.store.slots
+            if isinstance(self.store, DiskStore)
+            else Arena(self.store.capacity_bytes, self.max_slabs)
+        )
+
+    @property
+    def disk(self) -> DiskStore | None:
+        """The store of a durable tier; None for memory."""
+        return self.store if isinstance(self.store, DiskStore) else None
+
+    @property
+    def buffer(self) -> Any:  # noqa: ANN401  (numpy array or torch tensor)
+        """The whole memory, as :attr:`kvstore.tiers.store.Store.buffer`; None for a durable tier."""
+        return None if isinstance(self.store, DiskStore) else self.store.buffer
+
+    def slot_bytes(self, namespace: Namespace) -> int:
+        """Return the size of the slots of the blocks of ``namespace``."""
+        if self.disk is None:
+            return slot_bytes(namespace.layout.block_bytes)
+        return slot_bytes_of(namespace)
 
 
 class NamespaceTree(RadixTree):
@@ -78,9 +108,10 @@ class Trees(UserDict[bytes, NamespaceTree]):
 class TierOrders(EvictionOrder):
     """Tells the policies of all tiers; the last tier's one says what leaves the pool next."""
 
-    def __init__(self, policies: Sequence[EvictionOrder]) -> None:
-        """Forward to ``policies``, fastest tier first."""
+    def __init__(self, policies: Sequence[EvictionOrder], deadlines: Deadlines) -> None:
+        """Forward to ``policies``, fastest tier first; ``deadlines`` learn of what happens to nodes."""
         self._policies = policies
+        self._deadlines = deadlines
 
     def touch(self, path: Sequence[Node]) -> None:
         """Tell every tier."""
@@ -96,11 +127,13 @@ class TierOrders(EvictionOrder):
         """Tell every tier."""
         for policy in self._policies:
             policy.split(upper, lower)
+        self._deadlines.split(upper, lower)
 
     def remove(self, node: Node) -> None:
         """Tell every tier."""
         for policy in self._policies:
             policy.remove(node)
+        self._deadlines.remove(node)
 
     def postpone(self, node: Node) -> None:
         """Tell the last tier, whose victim it is."""
@@ -114,6 +147,7 @@ class TierOrders(EvictionOrder):
         """Tell every tier."""
         for policy in self._policies:
             policy.join(upper, lower)
+        self._deadlines.join(upper, lower)
 
     def victim(self) -> Node | None:
         """Victim of the last tier."""
@@ -122,6 +156,10 @@ class TierOrders(EvictionOrder):
     def __len__(self) -> int:
         """Nodes known to the last tier."""
         return len(self._policies[-1])
+
+    def __contains__(self, node: object) -> bool:
+        """Whether the last tier knows ``node``."""
+        return node in self._policies[-1]
 
     def __iter__(self) -> Iterator[Node]:
         """Nodes known to the last tier, the next victim first."""

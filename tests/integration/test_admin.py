@@ -26,6 +26,7 @@ from kvstore.admin.server import AdminServer
 from kvstore.errors import ConfigError
 from kvstore.metrics import register
 from kvstore.namespace import KVLayout, Namespace
+from kvstore.quotas import Quota
 from kvstore.stats import ArenaStats, DaemonStatus
 from kvstore.testing import small_pool
 from radix import token_bytes
@@ -36,7 +37,7 @@ NAMESPACE = Namespace(b"w", KVLayout(1, 1, 8, "float32", block_tokens=4))
 HASHES = Namespace(b"w", NAMESPACE.layout, keys="hash")
 DIGEST = NAMESPACE.digest.hex()
 LOCKED = ["/metrics", "/v1/status", "/v1/config", "/v1/tiers", "/v1/namespaces", "/v1/leases"]
-LOCKED += ["/v1/pins", "/openapi.json"]
+LOCKED += ["/v1/tenants", "/v1/pins", "/openapi.json"]
 OPEN = ["/healthz", "/readyz"]
 HALF_A_BODY = (
     b"POST /v1/prefixes:match HTTP/1.1\r\nHost: localhost\r\n"
@@ -225,6 +226,41 @@ class TestRoutes:
             "keys": "tokens",
             "num_blocks": 2,
         }
+
+    def test_tenants(self, source, admin):
+        quotas = {"acme": Quota(8 << 12, 2 << 12), "zed": Quota(floor_bytes=4096)}
+        with small_pool(16, quotas=quotas) as pool:
+            showing(source, pool)
+            acme = Namespace(b"weights", NAMESPACE.layout, tenant="acme")
+            pool.commit(pool.reserve(acme, range(8)))
+            put(pool, range(4))
+            keys = "tenant", "used_bytes", "ceiling_bytes", "floor_bytes"
+            page = get(admin, "/v1/tenants")
+            assert [tuple(item[key] for key in keys) for item in page["items"]] == [
+                ("acme", 8192, 8 << 12, 2 << 12),
+                ("zed", 0, None, 4096),
+                ("", 4096, None, 0),
+            ]
+            assert page["next"] is None
+
+    def test_retain(self, admin, pool):
+        put(pool, range(8))
+        body = (
+            json.loads(prefix(range(9))) if isinstance(prefix(range(9)), str) else prefix(range(9))
+        )
+        answer = post(admin, "/v1/prefixes:retain", body | {"priority": 90, "ttl_s": 60})
+        assert answer == {"tokens": 8}
+        assert next(pool._residency.trees[NAMESPACE.digest].walk()).level == 90
+        assert post(admin, "/v1/prefixes:retain", body | {"ttl_s": None}) == {"tokens": 8}
+        assert post(admin, "/v1/prefixes:retain", body) == {"tokens": 8}
+        for wrong in ({"priority": 101}, {"priority": 1.5}, {"ttl_s": 0}, {"ttl": 60}):
+            answer = ask(admin, "POST", "/v1/prefixes:retain", body | wrong)
+            problem(answer, 422, "invalid-request")
+        problem(
+            ask(admin, "POST", "/v1/prefixes:match", body | {"priority": 90}),
+            422,
+            "invalid-request",
+        )
 
     def test_leases_and_reservations(self, admin, pool):
         put(pool, range(8))

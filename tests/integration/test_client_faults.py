@@ -344,9 +344,9 @@ def late(daemon, monkeypatch, clock):
     """Let five seconds pass between the question for a lease and its answer."""
     acquire = daemon.pool.acquire
 
-    def acquire_late(*arguments):
+    def acquire_late(*arguments, **options):
         clock.advance(5.0)
-        return acquire(*arguments)
+        return acquire(*arguments, **options)
 
     monkeypatch.setattr(daemon.pool, "acquire", acquire_late)
 

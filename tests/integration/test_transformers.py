@@ -729,12 +729,12 @@ class Faulty:
     def __getattr__(self, name):
         real = getattr(self._store, name)
 
-        def call(*arguments):
+        def call(*arguments, **options):
             if self._is_turn(name):
                 if name in ("release", "abort"):
-                    real(*arguments)  # the holder is gone, but the store must not leak
+                    real(*arguments, **options)  # the holder is gone, but the store must not leak
                 raise OSError("the daemon is gone")
-            result = real(*arguments)
+            result = real(*arguments, **options)
             if name in ("acquire", "reserve") and self._is_turn("buffers"):
                 result.buffers = ()  # so that the copy fails, while the blocks are held
             return result
@@ -780,8 +780,8 @@ def test_on_failure_raise_lets_it_through(llama, store):
 class Expiring(Faulty):
     """Blocks are overwritten while they are read, and the release tells."""
 
-    def acquire(self, namespace, tokens):
-        lease = self._store.acquire(namespace, tokens)
+    def acquire(self, namespace, tokens, **options):
+        lease = self._store.acquire(namespace, tokens, **options)
         for slot in lease.slots():
             slot[:] = 0x55
         return lease
@@ -794,7 +794,9 @@ class Expiring(Faulty):
 
 def test_a_lease_of_the_whole_prompt_leaves_the_last_token_to_compute(llama, store):
     generous, ids = Faulty(store, every=10**9), prompt(3 * T)
-    generous.acquire = lambda namespace, tokens: store.acquire(namespace, np.append(tokens, 0))
+    generous.acquire = lambda namespace, tokens, **options: store.acquire(
+        namespace, np.append(tokens, 0), **options
+    )
     with CachedModel(llama, generous, on_failure="raise") as cached:
         for hit in (0, 2 * T):
             assert cached.generate(ids, **NEW)[:, 3 * T :].tolist() == answer(llama, ids)

@@ -274,11 +274,11 @@ class At:
         if name != self._name or not self.armed:
             return real
 
-        def call(*arguments):
+        def call(*arguments, **options):
             self.armed = False
             if self._when == "before":
                 self._act()
-            result = real(*arguments)
+            result = real(*arguments, **options)
             if self._when == "after":
                 self._act()
             return result
@@ -385,10 +385,13 @@ class Silent:
         nothing = np.empty(0, np.int8), np.empty(0, np.int64)
         return kind(self, namespace, *nothing, 0.0, failure=self._reason, **more)
 
-    def acquire(self, namespace, tokens):
+    def acquire(self, namespace, tokens, *, may_wait=False):
         return self._record(Lease, namespace)
 
-    def reserve(self, namespace, tokens):
+    def prefilled(self, *_):
+        pass
+
+    def reserve(self, namespace, tokens, **_):
         return self._record(Reservation, namespace, indices=np.empty(0, np.int32))
 
     def release(self, lease):

@@ -12,8 +12,22 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+import radix.groups
 import radix.leaves
-from radix import ARC, LFU, LRU, S3FIFO, SLRU, CostAware, LeafOrder, RadixTree, check_invariants
+import radix.priority
+from radix import (
+    ARC,
+    LFU,
+    LRU,
+    S3FIFO,
+    SLRU,
+    CostAware,
+    GroupedOrder,
+    LeafOrder,
+    PriorityOrder,
+    RadixTree,
+    check_invariants,
+)
 
 TOKENS = st.lists(st.integers(0, 1), max_size=10)
 
@@ -27,6 +41,8 @@ class PolicyMachine(RuleBasedStateMachine):
     @initialize()
     def start(self):
         self.patch.setattr(radix.leaves, "POSTPONED", 3)
+        self.patch.setattr(radix.priority, "PASSED", 3)
+        self.patch.setattr(radix.groups, "PASSED", 3)
         self.order = type(self).make()
         self.trees = [RadixTree(4, self.order) for _ in range(2)]
         self.next_id = 0
@@ -35,11 +51,13 @@ class PolicyMachine(RuleBasedStateMachine):
         self.next_id += count
         return np.arange(self.next_id - count, self.next_id, dtype=np.int32)
 
-    @rule(which=st.integers(0, 1), tokens=TOKENS)
-    def insert(self, which, tokens):
+    levels = st.just(0)
+
+    @rule(which=st.integers(0, 1), tokens=TOKENS, data=st.data())
+    def insert(self, which, tokens, data):
         tree = self.trees[which]
-        found = tree.match(tokens)
-        tree.insert(tokens, self.fresh(len(tokens) - found.num_blocks), found)
+        found, level = tree.match(tokens), data.draw(self.levels)
+        tree.insert(tokens, self.fresh(len(tokens) - found.num_blocks), found, level)
 
     @rule(which=st.integers(0, 1), tokens=TOKENS, times=st.integers(1, 3))
     def touch(self, which, tokens, times):
@@ -169,6 +187,81 @@ class CostAwareMachine(PolicyMachine):
     make = partial(CostAware, 2, correlated=0)
 
 
+class PriorityMachine(PolicyMachine):
+    """The same with levels, of which the lowest with a node to give goes first."""
+
+    inner = LRU
+    levels = st.integers(0, 2)
+
+    @classmethod
+    def make(cls):
+        return PriorityOrder(cls.inner)
+
+    @rule(which=st.integers(0, 1), tokens=TOKENS, level=st.integers(0, 2))
+    def raise_level(self, which, tokens, level):
+        tree = self.trees[which]
+        found = tree.match(tokens)
+        tree.touch(found, level)
+        assert all(node.level >= level for node in tree.match(tokens).nodes)
+
+    @rule()
+    def give_way(self):
+        """Nodes in use are passed over as long as any other can go, of whatever level."""
+        nodes = [node for tree in self.trees for node in tree.walk()]
+        used = {step for node in nodes[::2] for step in node.path()}
+        for _ in range(len(nodes)):
+            if (node := self.order.victim()) in used:
+                self.order.postpone(node)
+        assert self.order.victim() not in used or len(used) == len(nodes)
+
+    @invariant()
+    def the_lowest_level_goes_first(self):
+        if not hasattr(self, "trees"):
+            return
+        passed = {node for level in self.order._levels.values() for node in level.passed}
+        nodes = [node for tree in self.trees for node in tree.walk() if node not in passed]
+        if nodes:
+            assert self.order.victim().level == min(node.level for node in nodes)
+
+
+class PriorityS3FIFOMachine(PriorityMachine):
+    inner = S3FIFOMachine.make
+
+
+class PriorityARCMachine(PriorityMachine):
+    inner = ARCMachine.make
+
+
+class PriorityCostAwareMachine(PriorityMachine):
+    inner = CostAwareMachine.make
+
+
+class GroupedMachine(PriorityMachine):
+    """Each tree is a group."""
+
+    @classmethod
+    def make(cls):
+        return GroupedOrder(lambda: PriorityOrder(cls.inner), lambda tree: str(id(tree)))
+
+    @invariant()
+    def the_lowest_level_goes_first(self):
+        """Of what is not in use."""
+        if not hasattr(self, "trees") or self.order._passed:
+            return
+        levels = [
+            level for order in self.order._orders.values() for level in order._levels.values()
+        ]
+        if not any(level.passed for level in levels):
+            nodes = [node.level for tree in self.trees for node in tree.walk()]
+            victim = self.order.victim()
+            assert victim is None or victim.level == min(nodes)
+
+
+TestGrouped = GroupedMachine.TestCase
+TestPriority = PriorityMachine.TestCase
+TestPriorityS3FIFO = PriorityS3FIFOMachine.TestCase
+TestPriorityARC = PriorityARCMachine.TestCase
+TestPriorityCostAware = PriorityCostAwareMachine.TestCase
 TestLRU = PolicyMachine.TestCase
 TestSLRU = SLRUMachine.TestCase
 TestS3FIFO = S3FIFOMachine.TestCase

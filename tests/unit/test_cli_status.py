@@ -23,7 +23,7 @@ from kvstore.cli.status import duration, line, looks, overview, percent, rates, 
 from kvstore.cli.top import HISTORY, screen
 from kvstore.errors import UnavailableError, UsageError
 from kvstore.explain import Explanation, Segment
-from kvstore.stats import ArenaStats, DaemonStatus, PoolStats, TierStats, status_document
+from kvstore.stats import ArenaStats, DaemonStatus, DiskStats, PoolStats, TierStats, status_document
 
 GIB = 1 << 30
 
@@ -530,3 +530,12 @@ def test_numbers_for_people():
         *("0.2 s", "1 min 2 s", "1 h 2 min", "1 d 1 h")
     ]
     assert (percent(1, 3), percent(0, 0)) == ("33.3", "-")
+
+
+def test_a_status_says_how_the_disk_does():
+    disk = DiskStats("io_error", "", 0.001, 3 * 2**30, 8192)
+    now = daemon_status()
+    told = overview(replace(now, pool=replace(now.pool, disk=disk)))
+    said = "reading is off: io_error; 8 KiB set aside as bad; loads are expected to give 3 GiB/s"
+    assert said in told
+    assert "disk" not in overview(now)

@@ -305,6 +305,26 @@ def test_open_refuses_what_cannot_work():
         kvstore.open(gpu="1MiB", device="tpu9")
 
 
+def test_open_refuses_a_disk_that_cannot_work(tmp_path):
+    disk = {"disk": "64MiB", "disk_path": str(tmp_path / "tier"), "disk_reserve": 0}
+    with pytest.raises(ConfigError, match=r"disk=\d+ has no place: set disk_path"):
+        kvstore.open(dram="1MiB", disk="64MiB")
+    with pytest.raises(ConfigError, match="leaves nothing for blocks"):
+        kvstore.open(dram="1MiB", **disk | {"disk": "1MiB"})
+    with pytest.raises(ConfigError, match=r"\d+ bytes are free, and \d+ are needed"):
+        kvstore.open(dram="1MiB", **disk | {"disk": "7TiB"})
+    (tmp_path / "letter.txt").touch()
+    with pytest.raises(ConfigError, match="was not made by kvstore"):
+        kvstore.open(dram="1MiB", **disk | {"disk_path": str(tmp_path)})
+    with kvstore.open(dram="1MiB", **disk) as store:
+        assert store.tier_names == ("dram", "disk")
+        with pytest.raises(ConfigError, match="used by another kvstore"):
+            kvstore.open(dram="1MiB", **disk)
+    pytest.importorskip("torch")
+    with pytest.raises(ConfigError, match="needs dram"):
+        kvstore.open(dram=0, gpu="1MiB", device="cpu", **disk)
+
+
 def test_open_names_its_tiers_and_sizes():
     with kvstore.open(dram="1MiB") as store:
         assert store.tier_names == ("dram",)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -29,6 +30,7 @@ from kvstore.protocol import (
     Status,
     Told,
     Verify,
+    decode_request,
     encode_namespace,
 )
 from kvstore.stats import ArenaStats, DaemonStatus
@@ -332,6 +334,32 @@ def test_the_same_bytes_are_the_same_namespace():
     again = bytes(bytearray(ENCODED))
     assert namespace_of(ENCODED) is namespace_of(again)
     assert namespace_of(ENCODED) == NAMESPACE
+
+
+def test_what_a_client_stores_has_its_priority_and_its_time(world):
+    session = world.session()
+    held = session.handle(Reserve(1, ENCODED, key(range(8)), None, 90, 10.0))
+    session.handle(Commit(2, held.held))
+    node = next(world.pool._residency.trees[NAMESPACE.digest].walk())
+    assert node.level == 90
+    world.clock.advance(10)
+    assert session.handle(Lookup(3, ENCODED, key(range(9)))) == Number(3, 0)
+
+
+def test_an_older_client_says_nothing_of_either(world):
+    """Its message is shorter."""
+    shorter = msgspec.msgpack.encode([6, 1, ENCODED, key(range(8))])
+    request = decode_request(shorter)
+    assert (request.priority, request.ttl_s) == (50, None)
+    with_heads = msgspec.msgpack.encode([6, 1, ENCODED, key(range(8)), [0, 1]])
+    assert decode_request(with_heads).heads == (0, 1)
+
+
+@pytest.mark.parametrize("retention", [(101, None), (-1, None), (50, 0.0), (50, float("inf"))])
+def test_impossible_retention_is_refused(world, retention):
+    answer = world.session().handle(Reserve(1, ENCODED, key(range(8)), None, *retention))
+    assert answer.error == "usage"
+    assert world.pool.stats().num_blocks == 0
 
 
 def test_leases_that_ran_out_are_forgotten_and_may_still_be_released(world):

@@ -5,6 +5,7 @@ import json
 from click.testing import CliRunner
 
 import bench.disk
+import bench.store
 
 
 def test_rows_and_nothing_left_behind(tmp_path, monkeypatch):
@@ -12,8 +13,9 @@ def test_rows_and_nothing_left_behind(tmp_path, monkeypatch):
     monkeypatch.setattr(bench.disk, "BATCHES", 1)
     monkeypatch.setattr(bench.disk, "RESTART_BLOCKS", 1000)
     monkeypatch.setattr(bench.disk, "MEMORY_FILE_SYSTEMS", ())
-    arguments = ["--directory", str(tmp_path), "--rounds", "1", "--output", "json"]
-    result = CliRunner().invoke(bench.disk.main, arguments, catch_exceptions=False)
+    place = ["--tier", "disk", "--directory", str(tmp_path)]
+    arguments = [*place, "--rounds", "1", "--output", "json"]
+    result = CliRunner().invoke(bench.store.main, arguments, catch_exceptions=False)
     assert result.exit_code == 0
     document = json.loads(result.stdout)
     cases = {(row["case"], row["metric"]) for row in document["rows"]}
@@ -22,13 +24,17 @@ def test_rows_and_nothing_left_behind(tmp_path, monkeypatch):
         ("disk_read_one_1m", "median"),
         ("disk_write_4m", "p99"),
     }
-    assert ("restart_100k_blocks", "open") in cases
+    assert ("restart_100k_blocks", "first hit") in cases
+    assert ("restart_100k_blocks_after_kill", "first hit") in cases
+    assert document["bench"] == "store"
+    assert document["machine"]["tier"] == "disk"
     assert all(row["value"] > 0 for row in document["rows"])
     assert not list(tmp_path.iterdir())
 
 
 def test_memory_is_no_disk(tmp_path, monkeypatch):
-    monkeypatch.setattr(bench.disk, "file_system", lambda path: "tmpfs")
-    result = CliRunner().invoke(bench.disk.main, ["--directory", str(tmp_path)])
+    monkeypatch.setattr(bench.disk, "file_system", lambda root, path: "tmpfs")
+    arguments = ["--tier", "disk", "--directory", str(tmp_path)]
+    result = CliRunner().invoke(bench.store.main, arguments)
     assert result.exit_code == 2
     assert "give --directory" in result.stderr

@@ -16,7 +16,7 @@ from kvstore.tiers.disk.format import (
     header_bytes,
     identities,
     root_digest,
-    slot_bytes,
+    slot_bytes_of,
 )
 
 NAMESPACE = Namespace(b"model", KVLayout(2, 1, 8, "float16", block_tokens=4), tenant="a")
@@ -111,5 +111,17 @@ def test_a_digest_binds_all_blocks_before_it():
 def test_long_keys_take_more_pages():
     assert header_bytes(4096 - 168) == 4096
     assert header_bytes(4096 - 167) == 8192
-    assert slot_bytes(1, 64) == 8192
-    assert slot_bytes(4097, 4 * 4096) == 20480 + 8192
+    small, large = KVLayout(1, 1, 1, "uint8"), KVLayout(1, 1, 2, "uint8", 4096)
+    assert slot_bytes_of(Namespace(b"w", small)) == 8192
+    assert slot_bytes_of(Namespace(b"w", large)) == 20480 + 16384
+
+
+def test_a_lossy_codec_makes_slots_smaller_and_stands_in_the_header():
+    layout = KVLayout(2, 2, 64, "float32", 16)
+    plain, lossy = Namespace(b"w", layout), Namespace(b"w", layout, codec="int8")
+    assert slot_bytes_of(plain) == 4096 + 32768
+    assert slot_bytes_of(lossy) == 4096 + 12288
+    (name,) = identities(lossy, bytes(64))
+    header = np.frombuffer(encode_header(name, 1 << 40, 7), np.uint8)
+    (other,) = identities(replace(lossy, codec="fp8"), bytes(64))
+    assert check(header, np.zeros(layout.block_bytes, np.uint8), other, 7) == "namespace"

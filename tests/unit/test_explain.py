@@ -84,7 +84,7 @@ def test_explaining_counts_as_no_use():
 
 
 SENTENCES = {
-    "capacity": "evicted from dram 42 s ago to make room for other blocks, as LRU chose",
+    "capacity": "evicted from dram 42 s ago to make room for 2 blocks, as LRU chose",
     "quota": "evicted from dram 42 s ago because its tenant had all that it may have, as LRU chose",
     "evicted": "evicted from dram 42 s ago because somebody asked for it",
     "expired": "dropped from dram 42 s ago at the end of its time to live",
@@ -113,9 +113,25 @@ def test_a_loss_is_told_with_its_age_and_only_to_those_who_lost(reason):
     pool.close()
 
 
+def last_two(pool):
+    """Ids of the last two blocks of ``range(16)``."""
+    return pool._residency.find(NAMESPACE, block_keys(NAMESPACE, range(16))).ids[2:]
+
+
 def lose(pool, reason):
     """Lose tokens 8 to 15 of ``range(16)``, or all of them, for ``reason``."""
-    if reason == "capacity":
+    if reason == "expired":
+        pool.evict(NAMESPACE, range(16))
+        put(pool, range(8))
+        pool.commit(pool.reserve(NAMESPACE, range(16), ttl_s=1))
+        pool._clock.advance(1)
+        pool.reap()
+    elif reason == "quota":
+        pool.evict(NAMESPACE, range(16))
+        put(pool, range(8))
+        put(pool, range(16))
+        pool._residency.detach(list(pool._residency._nodes()), last_two(pool), "quota")
+    elif reason == "capacity":
         pool.release(pool.acquire(NAMESPACE, range(9)))  # the head is used, the tail is the oldest
         put(pool, range(200, 216))
     elif reason == "cleared":
@@ -533,10 +549,14 @@ def test_what_is_withheld_comes_before_every_other_cause():
     told = explained(
         pool,
         range(29),
-        *(Withheld(1, 2, "off"), Withheld(2, 3, "pending"), Withheld(4, 6, "too_late", "late")),
+        *(
+            Withheld(1, 2, "off"),
+            Withheld(2, 3, "not_worth_loading"),
+            Withheld(4, 6, "off", "late"),
+        ),
     )
     assert [fate[:2] for fate in told] == [
-        *(("hit", 4), ("off", 4), ("pending", 4), ("being_stored", 4), ("too_late", 8)),
+        *(("hit", 4), ("off", 4), ("not_worth_loading", 4), ("being_stored", 4), ("off", 8)),
         ("not_stored", 4),
     ]
     told = explained(pool, range(29), Withheld(3, 7, "not_worth_loading"))

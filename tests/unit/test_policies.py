@@ -12,6 +12,7 @@ import kvstore
 from kvstore.assembly import POLICIES
 from kvstore.config import Settings
 from kvstore.namespace import KVLayout, Namespace
+from kvstore.retention import NORMAL_PRIORITY
 from kvstore.testing import small_pool
 from radix import ARC, LFU, LRU, S3FIFO, SLRU, CostAware, RadixTree, check_invariants
 from radix.leaves import CORRELATED, POSTPONED, SLACK
@@ -479,7 +480,7 @@ def test_a_lease_is_one_use_however_often_it_is_in_the_way(make):
     pool.commit(pool.reserve(namespace, [1]))
     with pool.acquire(namespace, [1, 0]) as lease:
         assert lease.num_blocks == 1
-        order = pool._residency.tiers[0].policy
+        order = pool._residency.tiers[0].policy._levels[NORMAL_PRIORITY].order
         before = ranks(order)[next(iter(order))]
         for number in range(2, 300):
             pool.commit(pool.reserve(namespace, [number]))
@@ -539,7 +540,7 @@ def test_settings_name_the_policies():
 def test_a_store_is_opened_with_each(name, make):
     namespace = Namespace(b"weights", KVLayout(1, 1, 8, "float32", block_tokens=1))
     with kvstore.open(dram="64KiB", policy=name, prefault=False) as pool:
-        assert type(pool._residency.tiers[0].policy) is make
+        assert pool._residency.tiers[0].policy._make is make
         for number in range(40):
             pool.commit(pool.reserve(namespace, [number, number]))
         assert pool.stats().num_blocks == 16

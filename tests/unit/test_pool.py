@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-import kvstore.residency
+import kvstore.movement
 import kvstore.tiers.moves
 from kvstore.errors import LeaseExpiredError, LeaseNotHeldError, UsageError
 from kvstore.holds import MAX_PINS
@@ -831,7 +831,7 @@ def test_bytes_that_change_while_they_are_hashed_by_a_late_seal_are_no_corruptio
     mover = ManualMover()
     pool = small_pool(2, mover=mover)
     put(pool, range(8))
-    checksums = kvstore.residency.checksums
+    checksums = kvstore.movement.checksums
 
     def interrupted(*arguments):
         sums = checksums(*arguments)
@@ -840,7 +840,7 @@ def test_bytes_that_change_while_they_are_hashed_by_a_late_seal_are_no_corruptio
         return sums
 
     with monkeypatch.context() as patch:
-        patch.setattr(kvstore.residency, "checksums", interrupted)
+        patch.setattr(kvstore.movement, "checksums", interrupted)
         mover.run_one()
     pool.drain()
     assert verified(pool, range(100, 108)) == 2
@@ -914,13 +914,13 @@ def test_a_second_pin_of_a_name_replaces_the_first():
     pool.close()
 
 
-def test_pins_hold_at_most_half_of_the_last_tier():
-    pool = small_pool(4, 8)
+def test_pins_hold_at_most_half_of_a_tier():
+    pool = small_pool(8, 8)
     put(pool, range(16))
     put(pool, range(100, 116))
     assert pool.pin("a", NAMESPACE, range(12)) == 12
     assert pool.pin("the same blocks", NAMESPACE, range(12)) == 12, "they count once"
-    with pytest.raises(UsageError, match=r"20480 bytes, at most 16384 .*dram"):
+    with pytest.raises(UsageError, match=r"20480 bytes, at most 16384 .*gpu"):
         pool.pin("b", NAMESPACE, range(100, 108))
     with pytest.raises(UsageError):
         pool.pin("a", NAMESPACE, [0.5])

@@ -10,9 +10,14 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from engine_plugin.prefix import PrefixStore, RequestStats  # noqa: E402
-from kvstore.errors import LeaseExpiredError, LeaseNotHeldError, UnavailableError  # noqa: E402
+from kvstore.errors import (  # noqa: E402
+    LeaseExpiredError,
+    LeaseNotHeldError,
+    UnavailableError,
+    UsageError,
+)
 from kvstore.namespace import KVLayout, Namespace  # noqa: E402
-from kvstore.testing import small_pool  # noqa: E402
+from kvstore.testing import FakeClock, small_pool  # noqa: E402
 
 NAMESPACE = Namespace(b"w", KVLayout(1, 1, 8, "float32", block_tokens=4))
 TOKENS = np.arange(9, dtype=np.int32)
@@ -76,3 +81,19 @@ def test_the_reason_of_a_commit_that_ended_the_reservation_is_the_one_that_count
         with pytest.raises(UnavailableError):
             wrapped.save(NAMESPACE, np.arange(100, 109, dtype=np.int32), KV, RequestStats())
         assert pool.stats().num_reservations == 0
+
+
+def test_what_is_stored_has_its_priority_and_its_time():
+    clock = FakeClock()
+    with small_pool(4, clock=clock) as pool:
+        prefixes(pool, priority=90, ttl_s=10).save(NAMESPACE, TOKENS, KV, RequestStats())
+        assert next(pool._residency.trees[NAMESPACE.digest].walk()).level == 90
+        assert pool.lookup(NAMESPACE, TOKENS) == 8
+        clock.advance(10)
+        assert pool.lookup(NAMESPACE, TOKENS) == 0
+
+
+@pytest.mark.parametrize("options", [{"priority": 101}, {"ttl_s": 0}])
+def test_impossible_retention_is_refused_before_any_request(options):
+    with pytest.raises(UsageError), small_pool(4) as pool:
+        prefixes(pool, **options)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvstore.blocks import FIRST_CHECKSUM
+from kvstore.errors import CodecError
 from kvstore.tiers.arena import slot_bytes as whole_pages
 from kvstore.tiers.disk.files import EndOfFileError
 from kvstore.tiers.disk.format import (
@@ -15,10 +16,11 @@ from kvstore.tiers.disk.format import (
     aligned,
     check,
     checksum_of,
+    codec_of,
     encode_header,
     header_bytes,
     is_aligned,
-    slot_bytes,
+    slot_bytes_of,
 )
 
 if TYPE_CHECKING:
@@ -55,12 +57,11 @@ class Batch:
         """Describe a batch; arguments as for :class:`kvstore.tiers.disk.store.DiskStore`."""
         self.offsets = offsets
         self.blocks = blocks
-        self.sizes = np.array(
-            [slot_bytes(block.block_bytes, len(block.key)) for block in blocks], np.int64
-        )
+        self.sizes = np.array([slot_bytes_of(block.namespace) for block in blocks], np.int64)
         self.generations: list[int] = []
         self.checksums = [block.checksum for block in blocks]
-        """Of the payloads; those that were not known are there after :meth:`write_run`."""
+        """Of the payloads, as a reader gets them; those that were not known, and those of codecs with a loss,
+        are there after :meth:`write_run`."""
         self.failed = np.zeros(len(blocks), bool)
         """Blocks that :meth:`write_run` did not write."""
         self.bad = np.zeros(len(blocks), bool)
@@ -133,15 +134,17 @@ class Batch:
         buffers: list[Pages] = []
         for index in run:
             block, payload = self.blocks[index], self._payloads[index]
+            try:
+                pages = self._stored(index)
+            except CodecError:
+                self.leave_out(index, "codec")
+                rest = [self._write([other]) for other in run if not self.verdicts[other]]
+                return next(filter(None, rest), None)
             if self.checksums[index] < FIRST_CHECKSUM:
                 self.checksums[index] = checksum_of(payload[: block.block_bytes])
             header = aligned(header_bytes(len(block.key)))
             encoded = encode_header(block, self.checksums[index], self.generations[index])
             header[:] = np.frombuffer(encoded, np.uint8)
-            pages = _memory(payload, block.block_bytes)
-            if not np.may_share_memory(pages, payload):
-                pages[: block.block_bytes] = payload[: block.block_bytes]
-                pages[block.block_bytes :] = 0
             buffers += [header, pages]
         try:
             self._segments.write(int(self.offsets[run[0]]), buffers)
@@ -152,9 +155,28 @@ class Batch:
         self._in_a_row = 0
         return None
 
+    def _stored(self, index: int) -> Pages:
+        """Return the whole pages to be written for a block, of the payload's own memory where that can be."""
+        block, payload = self.blocks[index], self._payloads[index]
+        size, codec = block.stored_bytes, codec_of(block.namespace)
+        if codec is None:
+            pages = _memory(payload, size)
+            if np.may_share_memory(pages, payload):
+                return pages
+            pages[:size] = payload[:size]
+        else:
+            stored = codec.encode(payload[: block.block_bytes])
+            back = np.empty(block.block_bytes, np.uint8)
+            codec.decode(stored, back)
+            self.checksums[index] = checksum_of(back)
+            pages = aligned(whole_pages(size))
+            pages[:size] = np.frombuffer(stored, np.uint8)
+        pages[size:] = 0
+        return pages
+
     def _read(self, run: list[int]) -> OSError | None:
         headers = [aligned(header_bytes(len(self.blocks[index].key))) for index in run]
-        pages = [_memory(self._payloads[index], self.blocks[index].block_bytes) for index in run]
+        pages = [self._place(index) for index in run]
         buffers = [buffer for pair in zip(headers, pages, strict=True) for buffer in pair]
         try:
             self._segments.read(int(self.offsets[run[0]]), buffers)
@@ -164,14 +186,27 @@ class Batch:
                 self.verdicts[index] = "truncated" if ends else "unreadable"
             return error
         for index, header, read in zip(run, headers, pages, strict=True):
-            block, target = self.blocks[index], self._payloads[index]
-            payload = read[: block.block_bytes]
+            block, target = (
+                self.blocks[index],
+                self._payloads[index][: self.blocks[index].block_bytes],
+            )
+            payload, codec = read[: block.stored_bytes], codec_of(block.namespace)
+            if codec is not None:
+                codec.decode(payload.tobytes(), target)
+                payload = target
             verdict = check(header, payload, block, self.generations[index])
-            if verdict == GOOD and not np.may_share_memory(read, target):
-                target[: block.block_bytes] = payload
+            if verdict == GOOD and not np.may_share_memory(payload, target):
+                target[:] = payload
             self.verdicts[index] = verdict
         self._in_a_row = 0
         return None
+
+    def _place(self, index: int) -> Pages:
+        """Return the whole pages to read a block into: where its payload belongs, if that can be."""
+        block = self.blocks[index]
+        if codec_of(block.namespace) is None:
+            return _memory(self._payloads[index], block.block_bytes)
+        return aligned(whole_pages(block.stored_bytes))
 
 
 def _memory(payload: Pages, block_bytes: int) -> Pages:

@@ -17,13 +17,12 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from kvstore.errors import ConfigError
-from kvstore.tiers.arena import ALIGNMENT
+from kvstore.tiers.arena import ALIGNMENT, MAX_TIER_BYTES
 from kvstore.tiers.disk import manifest as manifests
 from kvstore.tiers.disk.files import Segments, index_of, try_page
 from kvstore.tiers.disk.lock import LOCK_NAME, lock_directory
 from kvstore.tiers.disk.manifest import LOG_BYTES, MAX_BATCH_ROWS, Manifest
 from kvstore.tiers.disk.recovery import recover
-from kvstore.tiers.tier import MAX_TIER_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

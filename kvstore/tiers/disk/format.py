@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
@@ -18,13 +19,15 @@ import xxhash
 from kvstore.blocks import FIRST_CHECKSUM, NO_CHECKSUM
 from kvstore.tiers.arena import ALIGNMENT
 from kvstore.tiers.arena import slot_bytes as whole_pages
+from kvstore.tiers.codec import LOSSY
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from numpy.typing import NDArray
 
-    from kvstore.namespace import Namespace
+    from kvstore.namespace import KVLayout, Namespace
+    from kvstore.tiers.codec import Scaled
 
 MAGIC: Final = b"kvblock\0"
 VERSION: Final = 1
@@ -57,6 +60,11 @@ class BlockIdentity:
     def block_bytes(self) -> int:
         """Length of the payload."""
         return self.namespace.layout.block_bytes
+
+    @property
+    def stored_bytes(self) -> int:
+        """Length of what stands for the payload behind the header."""
+        return stored_bytes_of(self.namespace)
 
 
 class _Fields(NamedTuple):
@@ -117,14 +125,25 @@ def header_bytes(key_bytes: int) -> int:
     return whole_pages(_HEADER.size + key_bytes)
 
 
-def slot_bytes(block_bytes: int, key_bytes: int) -> int:
-    """Return the length of the slot of a block: its header, and its payload in whole pages."""
-    return header_bytes(key_bytes) + whole_pages(block_bytes)
+def codec_of(namespace: Namespace) -> Scaled | None:
+    """Return what blocks of ``namespace`` are stored by; None: as they are."""
+    return _codec(namespace.codec, namespace.layout) if namespace.codec else None
+
+
+@lru_cache(maxsize=256)
+def _codec(name: str, layout: KVLayout) -> Scaled:
+    return LOSSY[name](layout)
+
+
+def stored_bytes_of(namespace: Namespace) -> int:
+    """Return how many bytes stand for a block of ``namespace``."""
+    codec = codec_of(namespace)
+    return codec.stored_bytes if codec else namespace.layout.block_bytes
 
 
 def slot_bytes_of(namespace: Namespace) -> int:
-    """Return the length of the slots of the blocks of ``namespace``."""
-    return slot_bytes(namespace.layout.block_bytes, namespace.key_bytes)
+    """Return the length of the slots of ``namespace``: a header, and what is stored of a block, in pages."""
+    return header_bytes(namespace.key_bytes) + whole_pages(stored_bytes_of(namespace))
 
 
 def checksum_of(payload: NDArray[np.uint8]) -> int:
@@ -145,8 +164,8 @@ def encode_header(block: BlockIdentity, checksum: int, generation: int) -> bytes
         block.digest,
         block.position,
         block.block_bytes,
-        block.block_bytes,
-        CODEC_NONE,
+        block.stored_bytes,
+        codec_number(block.namespace),
         len(block.key),
         generation,
         checksum,
@@ -183,6 +202,12 @@ def check(
     return GOOD if checksum_of(payload) == checksum else "payload"
 
 
+def codec_number(namespace: Namespace) -> int:
+    """Return what headers say of how blocks of ``namespace`` are stored."""
+    codec = codec_of(namespace)
+    return codec.number if codec else CODEC_NONE
+
+
 def _own_checksum(header: bytes | bytearray) -> bytes:
     """Return the 8 bytes at ``_CHECKSUM_AT``: xxh3-64 of the header in which they are zero."""
     blank = bytearray(header)
@@ -193,7 +218,7 @@ def _own_checksum(header: bytes | bytearray) -> bytes:
 def _reason(data: bytes, found: _Fields, block: BlockIdentity, generation: int) -> str:
     key = data[_HEADER.size : _HEADER.size + len(block.key)]
     identity = (block.parent, block.digest, block.position)
-    lengths = (len(data), block.block_bytes, block.block_bytes, len(block.key))
+    lengths = (len(data), block.block_bytes, block.stored_bytes, len(block.key))
     checks = (
         ("magic", found.magic == MAGIC),
         ("version", found.version == VERSION),
@@ -207,7 +232,7 @@ def _reason(data: bytes, found: _Fields, block: BlockIdentity, generation: int) 
             (found.header_bytes, found.payload_bytes, found.stored_bytes, found.key_bytes)
             == lengths,
         ),
-        ("codec", found.codec == CODEC_NONE),
+        ("codec", found.codec == codec_number(block.namespace)),
         ("generation", found.generation == generation),
         ("checksum", block.checksum < FIRST_CHECKSUM or block.checksum == found.checksum),
     )

@@ -117,6 +117,6 @@ def _row(batch: Batch, index: int, numbers: dict[bytes, int]) -> Row:
         block.key,
         signed(batch.checksums[index]),
         block.block_bytes,
-        block.block_bytes,
+        block.stored_bytes,
         batch.generations[index],
     )

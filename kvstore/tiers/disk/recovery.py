@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+MAX_PREFIXES = 64
+"""Beginnings that several prompts share and that are kept at hand."""
+
 
 @dataclass(frozen=True)
 class RecoveredNamespace:
@@ -74,22 +77,34 @@ class RecoveredNamespace:
     def prompts(self) -> Iterator[tuple[bytes, NDArray[np.int64]]]:
         """Yield the paths that make up the tree: key bytes from the first block on, and the new blocks.
 
-        Each block is new once; those before it on its path were new in earlier ones.
+        Each block is new once; those before it on its path were new in earlier ones. What was written
+        last comes last.
         """
-        parents = self.parents.tolist()
+        parents, keys = self.parents.tolist(), self.keys
         is_parent = np.zeros(len(self) + 1, bool)
         is_parent[self.parents] = True
         seen = bytearray(len(self))
-        for leaf in np.flatnonzero(~is_parent[:-1]).tolist():
-            path, index = [], leaf
-            while index >= 0:
-                path.append(index)
-                index = parents[index]
-            path.reverse()
-            fresh = [index for index in path if not seen[index]]
-            for index in fresh:
+        prefixes = {-1: b""}
+        leaves = np.flatnonzero(~is_parent[:-1])
+        for leaf in leaves[np.argsort(self.generations[leaves])].tolist():
+            fresh, index = [], leaf
+            while index >= 0 and not seen[index]:
                 seen[index] = 1
-            yield b"".join([self.keys[index] for index in path]), np.array(fresh, np.int64)
+                fresh.append(index)
+                index = parents[index]
+            fresh.reverse()
+            if index not in prefixes:
+                prefixes = {-1: b""} if len(prefixes) > MAX_PREFIXES else prefixes
+                prefixes[index] = self._prefix(index, parents)
+            yield prefixes[index] + b"".join([keys[at] for at in fresh]), np.array(fresh, np.int64)
+
+    def _prefix(self, index: int, parents: list[int]) -> bytes:
+        """Key bytes up to and with the block ``index``."""
+        path = []
+        while index >= 0:
+            path.append(self.keys[index])
+            index = parents[index]
+        return b"".join(reversed(path))
 
 
 def recover(

@@ -192,6 +192,12 @@ class Slots:
                 if offset in self._generations and offset not in self._bad:
                     self._generations[offset] = generation
 
+    @property
+    def num_stale(self) -> int:
+        """Slots whose rows are to be deleted."""
+        with self._lock:
+            return len(self._stale)
+
     def stale(self) -> list[int]:
         """Return the slots whose rows are to be deleted before any slot is written again."""
         with self._lock:

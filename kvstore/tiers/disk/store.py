@@ -204,10 +204,10 @@ class DiskStore:
         """Read the blocks at ``offsets`` into ``targets``; see :meth:`write` for their form.
 
         Returns:
-            A verdict for each: ``good``, ``off``, ``missing`` (nothing is stored there), ``unreadable``,
-            ``truncated``, or what :func:`kvstore.tiers.disk.format.check` found wrong. A target whose verdict
-            is not ``good`` holds garbage. Slots that are bad, or whose contents are wrong, are set aside
-            until the next start; the caller releases them all the same.
+            A verdict for each: ``good``, ``off`` (not tried, or the device fails), ``missing`` (nothing is
+            stored there), ``unreadable``, ``truncated``, or what :func:`kvstore.tiers.disk.format.check` found
+            wrong. A target whose verdict is not ``good`` holds garbage. Slots that are bad, or whose contents
+            are wrong, are set aside until the next start; the caller releases them all the same.
         """
         verdicts = ["off"] * len(blocks)
         if self._ready(self._access.reading):
@@ -305,10 +305,12 @@ class DiskStore:
                 directory.segments.probe()
             except OSError:  # the device, not bad spots on it
                 self._access.trouble(self._access.reading, error)
-                return verdicts
+                return ["off" if verdict == "unreadable" else verdict for verdict in verdicts]
         for index, verdict in enumerate(verdicts):
-            untried = verdict == "unreadable" and not batch.bad[index]
-            if verdict in (GOOD, "missing") or untried:
+            if verdict in (GOOD, "missing"):
+                continue
+            if verdict == "unreadable" and not batch.bad[index]:  # not tried, after others failed
+                verdicts[index] = "off"
                 continue
             offset, generation = int(batch.offsets[index]), batch.generations[index]
             if self.slots.quarantine(offset, generation):

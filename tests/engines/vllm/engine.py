@@ -172,15 +172,32 @@ class Engine:
 class Daemon:
     """``kvstore serve`` on a socket of its own."""
 
-    def __init__(self, directory: Path, *, dram: str = "256MiB", lease_timeout: str = "10") -> None:
-        """Prepare one in ``directory``, which it may fill; not started yet."""
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        dram: str = "256MiB",
+        lease_timeout: str = "10",
+        disk: str = "0",
+    ) -> None:
+        """Prepare one in ``directory``, which it may fill; not started yet.
+
+        With ``disk`` everything goes there, and comes back when it is wanted.
+        """
         self.socket = directory / "kv.sock"
         self.url = f"unix://{self.socket}"
         self._sizes = ["--dram", dram, "--lease-timeout", lease_timeout]
         self._log = directory / "daemon.log"
         self._environment = {
             name: value for name, value in os.environ.items() if not name.startswith("KVSTORE_")
-        } | {"XDG_CONFIG_HOME": str(directory)}
+        } | {
+            "XDG_CONFIG_HOME": str(directory),
+            "KVSTORE_DISK": disk,
+            "KVSTORE_DISK_PATH": str(directory / "disk"),
+            "KVSTORE_DISK_RESERVE": "0",
+            "KVSTORE_DISK_ADMISSION": "always",
+            "KVSTORE_LOAD": "always",
+        }
         self._process: subprocess.Popen[str] | None = None
         self._reader: threading.Thread | None = None
 
@@ -212,6 +229,16 @@ class Daemon:
         """Blocks that are stored and visible."""
         with kvstore.connect(self.url, on_failure="raise", deadline_s=20) as client:
             return client.status().pool.num_blocks
+
+    def count(self, *name: str) -> int:
+        """Return a counter of the pool."""
+        with kvstore.connect(self.url, on_failure="raise", deadline_s=20) as client:
+            return client.status().pool.counts.get(name, 0)
+
+    def drain(self) -> None:
+        """Wait until everything is written that was to be."""
+        with kvstore.connect(self.url, on_failure="raise") as client:
+            client.drain()
 
     def wait_for_blocks(self, num_blocks: int) -> None:
         """Wait until ``num_blocks`` are stored, and see that it is not more."""

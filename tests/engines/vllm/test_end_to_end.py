@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.engines.vllm.engine import wait_until
+from tests.engines.vllm.messages import Prompt
 from tests.engines.vllm.workload import Chats, Known
 
 if TYPE_CHECKING:
     from tests.engines.vllm.engine import Daemon, Engine
-    from tests.engines.vllm.messages import Answer, Prompt
+    from tests.engines.vllm.messages import Answer
 
 NUM_CHATS, NUM_TURNS = 12, 5
 
@@ -200,6 +202,40 @@ def test_a_restarted_engine_hits_at_once(right, start_engine, start_daemon):
         known.add(prompt, answer)
     daemon.wait_for_blocks(known.num_blocks)
     again.close()
+    daemon.close()
+
+
+def until_connected(engine: Engine, daemon: Daemon) -> None:
+    """Ask for something else until scheduler and worker have found the daemon."""
+    stranger = Prompt(tokens=tuple(range(5, 45)), max_tokens=1)
+
+    def stored() -> bool:
+        engine.generate(stranger)
+        return daemon.count("stored_blocks") > 0 and daemon.count("lookups") > 0
+
+    wait_until(stored)
+
+
+@pytest.mark.parametrize("load", ["sync", "async"])
+def test_a_restarted_daemon_gives_what_its_disk_has(load, right, start_engine, start_daemon):
+    daemon = start_daemon(disk="256MiB")
+    case = Case(32, load, prefix_caching=False)
+    engine = start_engine(url=daemon.url, **case.options)
+    prompts, expected = right[0]
+    engine.generate(*prompts)
+    known = Known(case.block_tokens)
+    for prompt, answer in zip(prompts, expected, strict=True):
+        known.add(prompt, answer)
+    daemon.wait_for_blocks(known.num_blocks)
+    daemon.drain()
+    daemon.kill()
+    daemon.start()
+    until_connected(engine, daemon)
+    answers = engine.generate(*prompts)
+    assert [a.tokens for a in answers] == [a.tokens for a in expected]
+    assert [a.cached_tokens for a in answers] == [known.hit_tokens(p) for p in prompts]
+    assert daemon.count("moved_blocks", "disk", "dram") > 0
+    engine.close()
     daemon.close()
 
 

@@ -379,3 +379,21 @@ def test_parameters_of_requests_that_mean_nothing_are_named(given, complaint, ca
     told = [record.getMessage() for record in caplog.records]
     assert len(told) == bool(complaint)
     assert all(complaint in message for message in told)
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        ({}, (50, None)),
+        ({"kvstore.priority": 80, "kvstore.ttl_s": 60}, (80, 60)),
+        ({"kvstore.ttl_s": 0.5}, (50, 0.5)),
+        ({"kvstore.priority": 101}, None),
+        ({"kvstore.priority": "80"}, None),
+        ({"kvstore.ttl_s": 0}, None),
+        ({"kvstore.ttl_s": "60", "kvstore.priority": 80}, None),
+    ],
+)
+def test_what_cannot_be_kept_as_it_was_asked_is_not_stored(given, kept, caplog):
+    scheduler._check_parameters("r1", given)
+    assert scheduler._retention("r1", given) == kept
+    assert len(caplog.records) == (kept is None)

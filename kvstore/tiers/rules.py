@@ -1,0 +1,52 @@
+"""When blocks go to a durable tier, and come from there."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvstore.planner import Planner
+
+BURST_S = 10.0
+
+Admission = Literal["always", "second_use", "value"]
+"""What is written: every block when it is committed; blocks that are used again; or those, and what is about
+to be evicted from memory, or only there when the pool is closed (write-back)."""
+
+
+class WriteBudget:
+    """Bytes that may be written to the disk: so many a second on average, ``BURST_S`` seconds of it at once."""
+
+    def __init__(self, clock: Callable[[], float], bytes_per_s: int) -> None:
+        """Start full. ``bytes_per_s`` of 0 is no limit."""
+        self._clock = clock
+        self._bytes_per_s = bytes_per_s
+        self._left = BURST_S * bytes_per_s
+        self._at_s = clock()
+
+    def take(self, num_blocks: int, block_bytes: int) -> int:
+        """Take the bytes of up to ``num_blocks``; return for how many there were enough."""
+        if not self._bytes_per_s:
+            return num_blocks
+        now = self._clock()
+        grown = self._left + (now - self._at_s) * self._bytes_per_s
+        self._left, self._at_s = min(grown, BURST_S * self._bytes_per_s), now
+        taken = min(num_blocks, max(0, int(self._left // block_bytes)))
+        self._left -= taken * block_bytes
+        return taken
+
+    def give_back(self, num_blocks: int, block_bytes: int) -> None:
+        """Return the bytes of blocks that were not written after all."""
+        if self._bytes_per_s:
+            self._left += num_blocks * block_bytes
+
+
+class DiskRules(NamedTuple):
+    """What a durable tier takes and gives."""
+
+    admission: Admission
+    budget: WriteBudget
+    planner: Planner
+    """Says what is worth loading; what is not, is not written either."""

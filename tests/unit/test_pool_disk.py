@@ -1,0 +1,588 @@
+"""A pool with a disk tier: what goes there, what comes back, and what is found after a restart."""
+
+import errno
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvstore.assembly import POLICIES
+from kvstore.movement import engine_of
+from kvstore.namespace import KVLayout, Namespace
+from kvstore.planner import Plan, Planner
+from kvstore.testing import FakeClock, ManualMover, pattern, small_pool
+from kvstore.testing.disk import FaultySystem, fails_at
+from kvstore.tiers.disk import DiskOptions, DiskStore, slot_bytes_of
+from kvstore.tiers.rules import DiskRules, WriteBudget
+
+WIDTH = 4
+SPACE = Namespace(b"weights", KVLayout(1, 1, 256, "float32", WIDTH))
+"""Blocks of 8 KiB: two pages in memory, three on disk."""
+OPTIONS = DiskOptions(
+    8 << 20, segment_bytes=1 << 20, reserve_bytes=0, manifest_bytes=1 << 20, threads=2
+)
+
+
+@pytest.fixture
+def path():
+    """A directory that does not exist yet, on a real file system."""
+    with tempfile.TemporaryDirectory(prefix="kvstore-pool-", dir="/var/tmp") as directory:
+        yield Path(directory) / "tier"
+
+
+def opened(
+    path,
+    *,
+    pages=64,
+    options=OPTIONS,
+    system=None,
+    clock=None,
+    admission="value",
+    bytes_per_s=0,
+    load="always",
+    **more,
+):
+    clock = clock or FakeClock()
+    rules = DiskRules(admission, WriteBudget(clock, bytes_per_s), Planner(clock, mode=load))
+    return small_pool(
+        pages, clock=clock, disk=DiskStore(path, options, clock, system), rules=rules, **more
+    )
+
+
+def prompt(number, num_blocks, shared=0):
+    """Tokens of a prompt; those with one ``number``, and ``shared`` blocks of all, begin alike."""
+    tokens = np.arange(num_blocks * WIDTH + 1, dtype=np.int32)
+    tokens[shared * WIDTH :] += 1000 * (number + 1)
+    return tokens
+
+
+def put(pool, tokens, space=SPACE):
+    key = tokens.astype("<i4").tobytes()
+    with pool.reserve(space, tokens) as reservation:
+        for index, slot in zip(reservation.indices.tolist(), reservation.slots(), strict=True):
+            slot[:] = pattern(space, key[: (index + 1) * space.key_bytes])
+    return reservation
+
+
+def check(pool, tokens, lease, space=SPACE):
+    """Compare what ``lease`` shows with what was stored; return the number of blocks."""
+    key = tokens.astype("<i4").tobytes()
+    for index, slot in enumerate(lease.slots()):
+        assert np.array_equal(slot, pattern(space, key[: (index + 1) * space.key_bytes]))
+    return lease.num_blocks
+
+
+def get(pool, tokens, space=SPACE, **more):
+    with pool.acquire(space, tokens, **more) as lease:
+        return check(pool, tokens, lease, space)
+
+
+def on_disk(pool):
+    return pool.stats().tiers[-1].num_blocks
+
+
+def in_memory(pool):
+    return pool.stats().tiers[0].num_blocks
+
+
+class TestAdmission:
+    def test_every_block_is_written_when_it_is_committed(self, path):
+        with opened(path, admission="always") as pool:
+            put(pool, prompt(0, 5))
+            assert on_disk(pool) == 5
+            pool.check_invariants()
+
+    def test_blocks_that_are_used_again_are_written(self, path):
+        with opened(path, admission="second_use") as pool:
+            put(pool, prompt(0, 5))
+            put(pool, prompt(1, 3))
+            assert on_disk(pool) == 0
+            assert get(pool, prompt(0, 5)) == 5
+            assert on_disk(pool) == 5
+            pool.check_invariants()
+
+    def test_what_is_about_to_be_evicted_is_written(self, path):
+        clock = FakeClock()
+        with opened(path, pages=40, clock=clock) as pool:
+            for number in range(8):  # of at most 20 blocks in memory
+                clock.advance(1.0)
+                put(pool, prompt(number, 5))
+                pool.check_invariants()
+            assert in_memory(pool) <= 20
+            assert on_disk(pool) >= 10
+            assert get(pool, prompt(3, 5)) == 5, "evicted from memory, and back from disk"
+
+    def test_second_use_alone_writes_nothing_back(self, path):
+        clock = FakeClock()
+        with opened(path, pages=40, clock=clock, admission="second_use") as pool:
+            for number in range(8):
+                clock.advance(1.0)
+                put(pool, prompt(number, 5))
+            assert on_disk(pool) == 0
+
+    def test_what_is_never_loaded_is_not_written(self, path):
+        with opened(path, admission="always", load="never") as pool:
+            put(pool, prompt(0, 5))
+            assert on_disk(pool) == 0
+            assert pool.stats().counts["unstored_blocks", "disk", "not_worth_loading"] == 5
+
+    def test_no_more_is_written_than_the_budget_allows(self, path):
+        clock = FakeClock()
+        slot = slot_bytes_of(SPACE)
+        with opened(path, pages=400, clock=clock, admission="always", bytes_per_s=slot) as pool:
+            put(pool, prompt(0, 25))
+            assert on_disk(pool) == 10, "ten seconds' worth at once"
+            assert pool.stats().counts["unstored_blocks", "disk", "budget"] == 15
+            clock.advance(3.0)
+            assert get(pool, prompt(0, 25)) == 25
+            assert on_disk(pool) == 13
+            pool.check_invariants()
+
+
+class TestTheEnd:
+    """What only memory has when the pool is closed."""
+
+    def kept(self, path, count, **more):
+        """Close a pool with ``count`` prompts of 4 blocks; return what is on disk of each."""
+        with opened(path, pages=200, **more) as pool:
+            for number in range(count):
+                put(pool, prompt(number, 4, shared=1))
+            assert on_disk(pool) == 0
+        with opened(path) as pool:
+            pool.check_invariants()
+            loaded = [get(pool, prompt(number, 4, shared=1)) for number in range(count)]
+            assert sum(loaded) - (len(list(filter(None, loaded))) - 1) == on_disk(pool) or not any(
+                loaded
+            )
+            return loaded
+
+    def test_is_written(self, path):
+        assert self.kept(path, 6) == [4] * 6
+
+    def test_is_written_by_few_moves_at_a_time(self, path):
+        assert self.kept(path, 6, mover=ManualMover(2)) == [4] * 6
+
+    def test_is_not_written_where_a_second_use_is_asked_for(self, path):
+        assert self.kept(path, 6, admission="second_use") == [0] * 6
+
+    def test_is_written_within_the_budget_the_newest_first(self, path):
+        slot = slot_bytes_of(SPACE)
+        assert self.kept(path, 6, bytes_per_s=slot) == [1, 1, 1, 4, 4, 4]
+
+    def test_is_left_out_where_it_is_not_worth_loading(self, path):
+        other = Namespace(b"other weights", SPACE.layout)
+        with opened(path) as pool:
+            put(pool, prompt(0, 4))
+            put(pool, prompt(0, 4), other)
+            pool._residency.rules.planner.plan = lambda digest, *_: Plan(
+                4 * (digest == engine_of(SPACE)), 0.0, 1.0
+            )
+        with opened(path) as pool:
+            assert get(pool, prompt(0, 4)) == 4
+            assert get(pool, prompt(0, 4), other) == 0
+
+    def test_is_not_written_for_ever(self, path):
+        clock, system = FakeClock(), FaultySystem()
+        system.fault = lambda name, number: clock.advance(4.0 * (name == "write"))
+        loaded = self.kept(path, 8, clock=clock, system=system)
+        assert loaded[0] <= 1
+        assert loaded[-1] == 4
+
+
+class TestLoading:
+    def evicted(self, path, **more):
+        """A pool whose memory has none of the prompt 0, which is on disk."""
+        pool = opened(path, pages=40, admission="always", **more)
+        put(pool, prompt(0, 5))
+        pool.drain()
+        assert pool.demote(SPACE, prompt(0, 5), "dram") == 5
+        return pool
+
+    def test_comes_back_from_disk(self, path):
+        with self.evicted(path) as pool:
+            assert pool.lookup(SPACE, prompt(0, 5)) == 5 * WIDTH
+            assert get(pool, prompt(0, 5)) == 5
+            counts = pool.stats().counts
+            assert counts["lookup_tokens", "disk"] == 5 * WIDTH
+            assert get(pool, prompt(0, 5)) == 5
+            counts = pool.stats().counts
+            assert counts["lookup_tokens", "disk"] == 5 * WIDTH
+            assert counts["lookup_tokens", "dram"] == 5 * WIDTH
+            assert counts["moved_blocks", "disk", "dram"] == 5
+            pool.check_invariants()
+
+    def test_what_a_lease_shows_is_memory(self, path):
+        with self.evicted(path) as pool, pool.acquire(SPACE, prompt(0, 5)) as lease:
+            assert [buffer.nbytes for buffer in lease.buffers] == [40 << 12]
+
+    def test_who_can_wait_is_told_how_long(self, path):
+        mover = ManualMover()
+        with self.evicted(path, mover=mover) as pool:
+            lease = pool.acquire(SPACE, prompt(0, 5), may_wait=True)
+            assert (lease.num_blocks, lease.coming_blocks) == (0, 5)
+            assert lease.ready_in_s > 0
+            pool.release(lease)
+            again = pool.acquire(SPACE, prompt(0, 5), may_wait=True)
+            assert again.coming_blocks == 5
+            assert len(mover.jobs) == 1, "one load for all who want it"
+            mover.drain()
+            assert get(pool, prompt(0, 5), may_wait=True) == 5
+            counts = pool.stats().counts
+            assert (counts["lookups",], counts["deferred_lookups",]) == (1, 2)
+
+    def test_who_cannot_wait_gets_what_is_in_memory(self, path):
+        mover = ManualMover()
+        with self.evicted(path, mover=mover) as pool:
+            assert get(pool, prompt(0, 5)) == 0
+            mover.drain()
+            assert get(pool, prompt(0, 5)) == 5
+
+    def test_who_computed_what_only_the_disk_has_brings_it_back_to_memory(self, path):
+        clock, system = FakeClock(), FaultySystem()
+        with self.evicted(path, system=system, clock=clock) as pool:
+            system.fault = fails_at(1, errno.EIO, 1 << 30)
+            assert get(pool, prompt(0, 5)) == 0, "it cannot be read"
+            reservation = put(pool, prompt(0, 8))
+            assert reservation.indices.tolist() == [*range(8)]
+            pool.check_invariants()
+            assert get(pool, prompt(0, 8)) == 8
+            assert pool.stats().counts["refilled_blocks",] == 5
+            assert pool.stats().tiers[-1].num_blocks == 0, "two copies need not be alike"
+            pool.check_invariants()
+
+    def test_what_is_brought_back_and_given_up_stays_on_disk(self, path):
+        with self.evicted(path) as pool:
+            used = pool.stats().tiers[0].used_bytes
+            reservation = pool.reserve(SPACE, prompt(0, 7))
+            assert reservation.num_blocks == 7
+            pool.check_invariants()
+            pool.abort(reservation)
+            assert pool.stats().tiers[0].used_bytes == used
+            pool.check_invariants()
+            assert get(pool, prompt(0, 5)) == 5
+
+    def test_a_load_that_comes_first_wins(self, path):
+        mover = ManualMover()
+        with self.evicted(path, mover=mover) as pool:
+            reservation = pool.reserve(SPACE, prompt(0, 5))
+            assert get(pool, prompt(0, 5)) == 0
+            mover.drain()
+            for slot in reservation.slots():
+                slot[:] = 0
+            pool.commit(reservation)
+            pool.check_invariants()
+            assert get(pool, prompt(0, 5)) == 5, "the bytes of the disk"
+            assert pool.stats().counts["refilled_blocks",] == 0
+
+    def test_prefetch_loads(self, path):
+        with self.evicted(path) as pool:
+            assert pool.prefetch(SPACE, prompt(0, 5)) == 5 * WIDTH
+            assert in_memory(pool) == 5
+            pool.check_invariants()
+
+    def test_only_what_is_worth_it_is_loaded(self, path):
+        with self.evicted(path) as pool:
+            pool._residency.rules.planner.plan = lambda *_: Plan(0, 0.0, 1.0)
+            assert get(pool, prompt(0, 5)) == 0
+            assert in_memory(pool) == 0
+            assert pool.stats().counts["unloaded_blocks", "disk", "not_worth_loading"] == 5
+
+    def test_wrong_bytes_on_disk_are_a_counted_miss(self, path):
+        with self.evicted(path) as pool:
+            for segment in path.glob("*.kv"):
+                data = bytearray(segment.read_bytes())
+                data[8192 + 4096 + 100] ^= 1  # in the payload of the first block, or of the second
+                segment.write_bytes(data)
+            assert get(pool, prompt(0, 5)) < 5
+            counts = pool.stats().counts
+            assert counts["corrupt_blocks",] == 1
+            pool.check_invariants()
+
+    def test_a_disk_that_cannot_be_read_is_a_miss_and_loses_nothing(self, path):
+        clock, system = FakeClock(), FaultySystem()
+        with self.evicted(path, system=system, clock=clock) as pool:
+            system.fault = fails_at(1, errno.EIO, 1 << 30)
+            assert get(pool, prompt(0, 5)) == 0
+            assert get(pool, prompt(0, 5)) == 0
+            assert on_disk(pool) == 5, "they are not forgotten"
+            assert pool.lookup(SPACE, prompt(0, 5)) == 0
+            system.fault = None
+            clock.advance(1000.0)
+            assert pool.lookup(SPACE, prompt(0, 5)) == 5 * WIDTH
+            assert get(pool, prompt(0, 5)) == 5
+            pool.check_invariants()
+
+    def test_memory_that_is_all_in_use_is_a_miss(self, path):
+        with self.evicted(path) as pool:
+            put(pool, prompt(1, 20))
+            lease = pool.acquire(SPACE, prompt(1, 20))
+            assert lease.num_blocks == 20
+            assert get(pool, prompt(0, 5), may_wait=True) == 0
+            assert pool.stats().counts["unloaded_blocks", "disk", "no_room"] == 5
+            pool.release(lease)
+            assert get(pool, prompt(0, 5)) == 5
+            pool.check_invariants()
+
+
+class TestRestart:
+    def test_finds_every_block_again(self, path):
+        with opened(path, admission="always") as pool:
+            for number in range(6):
+                put(pool, prompt(number, 7, shared=3))
+            before = on_disk(pool), pool.stats().tiers[-1].used_bytes
+            assert before[0] == 3 + 6 * 4
+        with opened(path) as pool:
+            pool.check_invariants()
+            assert (on_disk(pool), pool.stats().tiers[-1].used_bytes) == before
+            for number in range(6):
+                assert get(pool, prompt(number, 7, shared=3)) == 7
+            pool.check_invariants()
+
+    def test_the_oldest_goes_first_afterwards(self, path):
+        with opened(path, admission="always") as pool:
+            for number in range(3):
+                put(pool, prompt(number, 5))
+        with opened(path) as pool:
+            tree = pool._residency.trees[SPACE.digest]
+            first = next(iter(pool._residency.tiers[-1].policy))
+            assert tree.prefix(first) == prompt(0, 5)[:-1].astype("<i4").tobytes()
+
+    def test_prompts_of_two_namespaces_go_in_the_order_in_which_they_were_written(self, path):
+        other = Namespace(b"other weights", SPACE.layout)
+        with opened(path, admission="always") as pool:
+            for number in range(4):
+                put(pool, prompt(number, 4, shared=2), (SPACE, other)[number % 2])
+        with opened(path) as pool:
+            nodes = [node for node in pool._residency.tiers[-1].policy if not node.children]
+            names = [(node.tree.namespace, node.tree.prefix(node)) for node in nodes]
+            assert names == [
+                (
+                    (SPACE, other)[number % 2],
+                    prompt(number, 4, shared=2)[:-1].astype("<i4").tobytes(),
+                )
+                for number in range(4)
+            ]
+
+    @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+    def test_every_policy_goes_on_with_what_is_found(self, path, policy):
+        small = replace(OPTIONS, budget_bytes=(5 << 20) + (3 << 18))
+        for start in range(0, 24, 8):
+            clock = FakeClock()
+            with opened(
+                path, pages=40, clock=clock, options=small, admission="always", policy=policy
+            ) as pool:
+                for number in range(start, start + 8):
+                    clock.advance(1.0)
+                    get(pool, prompt(max(0, number - 3), 8, shared=number % 3))
+                    pool.check_invariants()
+                    put(pool, prompt(number, 8, shared=number % 3))
+                    pool.check_invariants()
+                assert get(pool, prompt(number, 8, shared=number % 3)) == 8
+            assert start == 0 or pool.stats().counts["evicted_blocks", "disk", "capacity"] > 0
+
+    def test_memory_need_not_pass_what_only_the_disk_has(self, path):
+        clock = FakeClock()
+        with opened(path, admission="always", pages=100) as pool:
+            for number in range(40):
+                put(pool, prompt(number, 1))
+        with opened(path, pages=40, clock=clock) as pool:
+            assert not list(pool._residency.tiers[0].policy)
+            for number in range(40, 44):  # 20 blocks: memory is full, and written back
+                clock.advance(1.0)
+                put(pool, prompt(number, 5))
+            assert on_disk(pool) > 40
+            pool.check_invariants()
+
+    def test_what_was_forgotten_does_not_come_back(self, path):
+        with opened(path, admission="always") as pool:
+            put(pool, prompt(0, 5))
+            put(pool, prompt(1, 5))
+            assert pool.evict(SPACE, prompt(0, 5)) == 5
+        with opened(path) as pool:
+            assert on_disk(pool) == 5
+            assert get(pool, prompt(0, 5)) == 0
+
+    def test_a_smaller_budget_keeps_what_fits(self, path):
+        with opened(path, admission="always") as pool:
+            put(pool, prompt(0, 30))
+        small = DiskOptions(
+            (5 << 20) + (1 << 18),
+            segment_bytes=1 << 20,
+            reserve_bytes=0,
+            manifest_bytes=1 << 20,
+            threads=2,
+        )
+        with opened(path, options=small) as pool:
+            pool.check_invariants()
+            left = on_disk(pool)
+            assert left * slot_bytes_of(SPACE) <= small.capacity_bytes
+            assert get(pool, prompt(0, 30)) == left
+
+
+class TestPressure:
+    def test_the_disk_evicts_leaves_first_and_keeps_to_its_budget(self, path):
+        clock = FakeClock()
+        small = DiskOptions(
+            (5 << 20) + (1 << 18),
+            segment_bytes=1 << 20,
+            reserve_bytes=0,
+            manifest_bytes=1 << 20,
+            threads=2,
+        )
+        with opened(path, pages=40, clock=clock, options=small, admission="always") as pool:
+            for number in range(30):
+                put(pool, prompt(number, 8, shared=2))
+                pool.check_invariants()
+                tier = pool.stats().tiers[-1]
+                assert tier.used_bytes <= tier.capacity_bytes
+                files = sum(file.stat().st_blocks * 512 for file in path.iterdir())
+                assert files <= small.budget_bytes
+            assert get(pool, prompt(29, 8, shared=2)) == 8
+            assert pool.stats().counts["evicted_blocks", "disk", "capacity"] > 0
+
+    def test_another_size_gets_room_on_a_full_disk(self, path):
+        other = Namespace(b"other weights", KVLayout(3, 1, 256, "float32", WIDTH))
+        small = DiskOptions(
+            (5 << 20) + (1 << 18),
+            segment_bytes=1 << 20,
+            reserve_bytes=0,
+            manifest_bytes=1 << 20,
+            threads=2,
+        )
+        with opened(path, pages=64, options=small, admission="always") as pool:
+            for number in range(12):
+                put(pool, prompt(number, 8))
+            for number in range(4):
+                put(pool, prompt(number, 2), other)
+                pool.check_invariants()
+            assert get(pool, prompt(3, 2), other) == 2
+            assert pool._residency.trees[other.digest].num_blocks >= 2
+
+
+class TestExplain:
+    def test_what_is_on_disk_is_a_hit_there_unless_it_is_not_loaded(self, path):
+        clock, system = FakeClock(), FaultySystem()
+        with opened(path, pages=40, admission="always", clock=clock, system=system) as pool:
+            put(pool, prompt(0, 5))
+            assert pool.demote(SPACE, prompt(0, 5), "dram") == 5
+            told = pool.explain(SPACE, prompt(0, 5))
+            assert (told.hit_tokens, told.segments[0].tier) == (5 * WIDTH, "disk")
+            system.fault = fails_at(1, errno.EIO, 1 << 30)
+            assert get(pool, prompt(0, 5)) == 0
+            told = pool.explain(SPACE, prompt(0, 5))
+            assert told.hit_tokens == pool.lookup(SPACE, prompt(0, 5)) == 0
+            assert told.segments[0].cause == "off"
+            pool._residency.rules.planner.plan = lambda *_: Plan(0, 0.0, 1.0)
+            system.fault = None
+            clock.advance(100.0)
+            told = pool.explain(SPACE, prompt(0, 5))
+            assert told.hit_tokens == pool.lookup(SPACE, prompt(0, 5)) == 0
+            assert told.segments[0].cause == "not_worth_loading"
+
+    def test_it_says_from_where_something_was_evicted_and_for_how_much(self, path):
+        with opened(path, pages=16, admission="second_use") as pool:
+            put(pool, prompt(0, 5))
+            put(pool, prompt(1, 8))
+            detail = pool.explain(SPACE, prompt(0, 5)).segments[0].detail
+            assert "dram" in detail
+            assert "LRU" in detail
+            assert "blocks" in detail
+
+
+class TestLossyCodecs:
+    exact = Namespace(b"weights", KVLayout(2, 2, 64, "float32", WIDTH))
+    """Blocks of 8 KiB: on disk two pages, or one with a codec, behind a header."""
+
+    def space(self, codec):
+        return replace(self.exact, codec=codec)
+
+    def fill(self, pool, space, seed=0):
+        """Store random blocks; return them."""
+        kv = np.random.default_rng(seed).normal(size=(5, *space.layout.shape)).astype(np.float32)
+        with pool.reserve(space, prompt(0, 5)) as reservation:
+            for index, slot in zip(reservation.indices.tolist(), reservation.slots(), strict=True):
+                slot[:] = kv[index].reshape(-1).view(np.uint8)
+        return kv
+
+    def load(self, pool, space):
+        with pool.acquire(space, prompt(0, 5)) as lease:
+            shape = space.layout.shape
+            return np.array([slot.copy().view(np.float32).reshape(shape) for slot in lease.slots()])
+
+    @pytest.mark.parametrize(("codec", "bound"), [("int8", 1 / 254), ("fp8", 1 / 16)])
+    def test_blocks_come_back_within_the_bound_and_take_less_room(self, path, codec, bound):
+        space = self.space(codec)
+        with opened(path, pages=40, admission="always") as pool:
+            kv = self.fill(pool, space)
+            used = pool.stats().tiers[-1].used_bytes
+            assert used == 5 * slot_bytes_of(space) < 5 * slot_bytes_of(self.exact)
+            np.testing.assert_array_equal(self.load(pool, space), kv)
+            assert pool.demote(space, prompt(0, 5), "dram") == 5
+            back = self.load(pool, space)
+            largest = np.abs(kv).max(axis=(-2, -1), keepdims=True)
+            assert not np.array_equal(back, kv)
+            assert (np.abs(back - kv) <= bound * largest * 1.01).all()
+            with pool.acquire(space, prompt(0, 5)) as lease:
+                assert pool.verify(lease) == 5, "of what came back"
+            pool.check_invariants()
+        with opened(path, pages=40) as pool:
+            np.testing.assert_array_equal(self.load(pool, space), back)
+            assert pool.stats().counts["corrupt_blocks",] == 0
+
+    def test_exact_blocks_are_of_another_namespace(self, path):
+        with opened(path, pages=80, admission="always") as pool:
+            kv = self.fill(pool, self.exact)
+            self.fill(pool, self.space("int8"), seed=1)
+            for space in (self.exact, self.space("int8")):
+                pool.demote(space, prompt(0, 5), "dram")
+            assert self.load(pool, self.space("fp8")).size == 0
+            np.testing.assert_array_equal(self.load(pool, self.exact), kv)
+
+    def test_a_block_that_cannot_be_bounded_is_not_written(self, path):
+        with opened(path, pages=80, admission="always") as pool:
+            space = self.space("int8")
+            with pool.reserve(space, prompt(0, 5)) as reservation:
+                for index, slot in enumerate(reservation.slots()):
+                    slot.view(np.float32)[:] = np.inf if index == 2 else 1.0
+            assert on_disk(pool) == 4
+            pool.check_invariants()
+        with opened(path) as pool:
+            assert on_disk(pool) == 2, "what is behind it has no way there"
+
+    def test_wrong_bytes_are_found(self, path):
+        with opened(path, pages=40, admission="always") as pool:
+            self.fill(pool, self.space("int8"))
+            pool.demote(self.space("int8"), prompt(0, 5), "dram")
+            segment = min(path.glob("*.kv"))
+            data = bytearray(segment.read_bytes())
+            data[4096 + 500] ^= 1
+            segment.write_bytes(data)
+            assert len(self.load(pool, self.space("int8"))) == 0
+            assert pool.stats().counts["corrupt_blocks",] == 1
+
+
+def test_what_will_expire_is_not_written(path):
+    """After a restart it would be there for ever."""
+    clock, tokens = FakeClock(), prompt(0, 4)
+    pool = opened(path, admission="always", clock=clock)
+    pool.commit(pool.reserve(SPACE, tokens[: 2 * WIDTH]))
+    pool.commit(pool.reserve(SPACE, tokens, ttl_s=10))
+    pool.drain()
+    pool.release(pool.acquire(SPACE, tokens))
+    pool.drain()
+    assert on_disk(pool) == 2
+    pool.close()
+    with opened(path, clock=clock) as again:
+        assert again.lookup(SPACE, tokens) == 2 * WIDTH
+
+
+def test_what_was_to_expire_is_written_once_it_is_for_ever(path):
+    pool, tokens = opened(path, admission="always"), prompt(0, 4)
+    pool.commit(pool.reserve(SPACE, tokens, ttl_s=10))
+    pool.reserve(SPACE, tokens)
+    pool.release(pool.acquire(SPACE, tokens))
+    pool.drain()
+    assert on_disk(pool) == 4
+    pool.close()
