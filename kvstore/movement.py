@@ -263,7 +263,7 @@ class Movement:
     def reach(self, ids: Ids, namespace: Namespace) -> Reach:
         """Say how many of READY ``ids``, the leading blocks of a prompt, a lease would cover.
 
-        Those that memory has, and of those behind them what is worth waiting for. Changes nothing.
+        Those that memory has, and of those behind them what is worth waiting for. Moves nothing.
         """
         start = self.num_in_memory(ids)
         disk, rules, rest = self.tiers[-1].disk, self.rules, ids[start:]
@@ -376,8 +376,8 @@ class Movement:
             Whether all of it is there, or on its way.
         """
         index = self._num_memory
-        if (self.table.slots[index, node.blocks] != NO_SLOT).all():
-            return True
+        if node.parent is None or (self.table.slots[index, node.blocks] != NO_SLOT).all():
+            return True  # gone, to make room for others, or there
         ids = np.concatenate([step.blocks for step in node.path()])
         if node not in self.tiers[index].policy:
             self.tiers[index].policy.arrive(node.path())
@@ -394,8 +394,6 @@ class Movement:
 
     def keep(self, node: Node) -> bool | None:
         """Do as :meth:`_store_node`, for a node that may be gone; None: later, too many moves wait."""
-        if node.parent is None:
-            return True
         return self._store_node(node) if self._lanes.stores.has_room() else None
 
     def _path_of(self, node: Node) -> Path:

@@ -42,10 +42,12 @@ from kvstore.assembly import POLICIES
 from kvstore.blocks import FIRST_CHECKSUM, BlockState
 from kvstore.errors import UsageError
 from kvstore.namespace import KVLayout, Namespace
+from kvstore.planner import Planner
 from kvstore.quotas import Quota
 from kvstore.testing import FakeClock, ManualMover, pattern, small_pool
 from kvstore.testing.disk import FaultySystem, fails_at
 from kvstore.tiers.disk import DiskOptions, DiskStore
+from kvstore.tiers.rules import DiskRules, WriteBudget
 
 TOKENS = st.builds(
     lambda trunk, branch, leaf: [0] * trunk + [1] * branch + [0] * leaf,
@@ -570,11 +572,17 @@ class PoolMachine(RuleBasedStateMachine):
 class PoolWithDiskMachine(PoolMachine):
     """The same with a disk behind, whose device fails now and then."""
 
+    admission = "always"
+
     def disk_options(self):
         self.path = Path(tempfile.mkdtemp(prefix="kvstore-machine-", dir="/var/tmp"))
         self.system = FaultySystem()
         disk = DiskStore(self.path / "tier", DISK, self.clock, self.system)
-        return {"disk": disk}
+        return {"disk": disk, "rules": self.disk_rules()}
+
+    def disk_rules(self):
+        planner = Planner(self.clock, mode="always")
+        return DiskRules(self.admission, WriteBudget(self.clock, 0), planner)
 
     @rule(seconds=st.sampled_from([0.5, 100.0]))
     def the_device_fails_for_a_while(self, seconds):
@@ -627,6 +635,7 @@ class PoolWithDiskMachine(PoolMachine):
             clock=self.clock,
             lease_timeout_s=1e9,
             disk=disk,
+            rules=self.disk_rules(),
             quotas=self.quotas,
         )
         self.lost, self.pinned, self.unfinished = 0, {}, {}
@@ -645,11 +654,11 @@ class PoolWithDiskMachine(PoolMachine):
 TestPool = PoolMachine.TestCase
 
 
-def test_with_a_disk():
+@pytest.mark.parametrize("admission", ["always", "value"])
+def test_with_a_disk(admission):
     """Fewer examples: each makes real files."""
-    run_state_machine_as_test(
-        PoolWithDiskMachine, settings=settings(max_examples=40, deadline=None)
-    )
+    machine = type(f"DiskMachine_{admission}", (PoolWithDiskMachine,), {"admission": admission})
+    run_state_machine_as_test(machine, settings=settings(max_examples=40, deadline=None))
 
 
 @pytest.mark.parametrize("policy", [name for name in POLICIES if name != "lru"])

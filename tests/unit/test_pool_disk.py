@@ -1,6 +1,7 @@
 """A pool with a disk tier: what goes there, what comes back, and what is found after a restart."""
 
 import errno
+import shutil
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -9,12 +10,14 @@ import numpy as np
 import pytest
 
 from kvstore.assembly import POLICIES
+from kvstore.errors import UsageError
 from kvstore.movement import engine_of
 from kvstore.namespace import KVLayout, Namespace
 from kvstore.planner import Plan, Planner
 from kvstore.testing import FakeClock, ManualMover, pattern, small_pool
 from kvstore.testing.disk import FaultySystem, fails_at
 from kvstore.tiers.disk import DiskOptions, DiskStore, slot_bytes_of
+from kvstore.tiers.mover import InlineMover, Lanes
 from kvstore.tiers.rules import DiskRules, WriteBudget
 
 WIDTH = 4
@@ -586,3 +589,157 @@ def test_what_was_to_expire_is_written_once_it_is_for_ever(path):
     pool.drain()
     assert on_disk(pool) == 4
     pool.close()
+
+
+class TestWriteBack:
+    def tight(self, path, **more):
+        """A disk of 21 blocks behind a memory of 40."""
+        small = DiskOptions(
+            (5 << 20) + (1 << 18),
+            segment_bytes=1 << 20,
+            reserve_bytes=0,
+            manifest_bytes=1 << 20,
+            threads=2,
+        )
+        return opened(path, pages=80, options=small, **more)
+
+    def test_no_block_is_written_without_those_before_it(self, path):
+        clock = FakeClock()
+        pool = opened(path, pages=200, clock=clock)
+        for number in range(14):  # of 100 blocks in memory: the trunk was used last
+            clock.advance(1.0)
+            put(pool, prompt(number, 20, shared=12))
+        written = pool.stats().counts["moved_blocks", "dram", "disk"]
+        assert written > 12
+        copy = path.with_name("copy")
+        shutil.copytree(path, copy)  # as after a kill
+        pool.close()
+        with opened(copy) as again:
+            assert on_disk(again) == written
+
+    def test_nodes_that_leave_meanwhile_are_passed_over(self, path):
+        clock = FakeClock()
+        with self.tight(path, clock=clock) as pool:
+            for number in range(60):
+                clock.advance(1.0)
+                put(pool, prompt(number % 23, 4 + number % 3, shared=number % 4))
+                pool.demote(SPACE, prompt(number % 7, 6), "dram")
+                get(pool, prompt(number % 11, 6))
+                pool.check_invariants()
+
+    def test_a_block_is_written_as_what_it_is_though_room_is_made_by_those_before_it(self, path):
+        clock, stores = FakeClock(), ManualMover()
+        lanes = Lanes(InlineMover(), InlineMover(), stores)
+        pool = self.tight(path, clock=clock, mover=lanes)
+        tokens = prompt(0, 7)
+        head = tokens[: 5 * WIDTH + 1]
+        put(pool, head)
+        assert get(pool, head) == 5
+        stores.drain()
+        pool.demote(SPACE, head, "dram")  # on disk alone
+        residency = pool._residency
+        tail = pool.reserve(SPACE, tokens)
+        pool.abort(tail)
+        residency.rules.planner.plan = lambda *_: Plan(0, 0.0, 1.0)  # not loaded
+        put(pool, tokens)
+        residency.rules.planner.plan = lambda *a: Plan(a[5], 0.0, 1.0)
+        for number in range(1, 6):
+            put(pool, prompt(number, 4))
+            get(pool, prompt(number, 4))
+            stores.drain()
+            pool.check_invariants()
+        copy = path.with_name("copy")
+        shutil.copytree(path, copy)
+        pool.close()
+        with opened(copy) as again:
+            get(again, tokens)
+            for number in range(1, 6):
+                get(again, prompt(number, 4))
+
+    def test_what_a_load_would_push_out_is_written_before(self, path):
+        clock = FakeClock()
+        with opened(path, pages=40, clock=clock) as pool:
+            put(pool, prompt(0, 10))
+            get(pool, prompt(0, 10))
+            pool.demote(SPACE, prompt(0, 10), "dram")
+            put(pool, prompt(1, 19))
+            clock.advance(1.0)
+            assert get(pool, prompt(0, 10)) == 10
+            assert get(pool, prompt(1, 2)) == 2, (
+                "its leaves were let go of, after they were written"
+            )
+            assert pool.stats().counts["evicted_blocks", "dram", "copy_elsewhere"] > 0
+
+
+class TestRealMovers:
+    @pytest.mark.parametrize("admission", ["always", "second_use", "value"])
+    def test_behind_a_gpu_tier_blocks_reach_the_disk(self, path, admission):
+        mover = ManualMover()
+        clock = FakeClock()
+        rules = DiskRules(admission, WriteBudget(clock, 0), Planner(clock, mode="always"))
+        disk = DiskStore(path, OPTIONS, clock)
+        with small_pool(20, 40, disk=disk, rules=rules, clock=clock, mover=mover) as pool:
+            put(pool, prompt(0, 5))
+            for _ in range(3):
+                mover.drain()
+                assert get(pool, prompt(0, 5)) == 5
+            mover.drain()
+            assert [tier.num_blocks for tier in pool.stats().tiers] == [5, 5, 5]
+            pool.check_invariants()
+
+    def test_what_is_not_written_is_not_paid_for(self, path):
+        mover, clock = ManualMover(max_waiting=0), FakeClock()
+        with opened(
+            path,
+            clock=clock,
+            mover=mover,
+            admission="always",
+            bytes_per_s=slot_bytes_of(SPACE),
+        ) as pool:
+            put(pool, prompt(0, 10))
+            assert pool.stats().counts["unstored_blocks", "disk", "busy"] == 10
+            mover._max_waiting = 10
+            assert get(pool, prompt(0, 10)) == 10
+            mover.drain()
+            assert on_disk(pool) == 10
+
+    def test_a_load_is_not_given_up_for_what_queues_behind_it(self, path):
+        with opened(path, pages=1000, admission="always") as pool:
+            put(pool, prompt(0, 20))
+            put(pool, prompt(1, 200))
+        mover, clock = ManualMover(), FakeClock()
+        with opened(path, pages=800, mover=mover, clock=clock, load="auto") as pool:
+            planner = pool._residency.rules.planner
+            for _ in range(60):
+                planner.loaded("disk", 20 * 12288, 20 * 12288 / 20e6)
+            for _ in range(20):
+                pool.prefilled(SPACE, 0, 1024, 1024 * 0.0005)
+            for number, count in ((0, 20), (1, 200), (0, 20)):
+                lease = pool.acquire(SPACE, prompt(number, count), may_wait=True)
+                assert lease.coming_blocks == count
+
+    def test_a_disk_that_hangs_is_not_waited_for(self, path):
+        with opened(path, admission="always") as pool:
+            put(pool, prompt(0, 5))
+            put(pool, prompt(1, 5))
+        mover, clock = ManualMover(), FakeClock()
+        with opened(path, mover=mover, clock=clock) as pool:
+            assert pool.acquire(SPACE, prompt(0, 5), may_wait=True).coming_blocks == 5
+            clock.advance(10.0)
+            lease = pool.acquire(SPACE, prompt(1, 5), may_wait=True)
+            assert lease.coming_blocks == 0
+            assert pool.stats().counts["unloaded_blocks", "disk", "off"] == 5
+            mover.drain()
+            assert get(pool, prompt(0, 5)) == 5
+            assert pool.acquire(SPACE, prompt(1, 5), may_wait=True).coming_blocks == 5
+
+
+def test_pins_hold_at_most_half_of_the_memory_that_they_may_come_to(path):
+    with opened(path, pages=40, admission="always") as pool:
+        for number in range(4):
+            put(pool, prompt(number, 5))
+            pool.demote(SPACE, prompt(number, 5), "dram")
+        assert pool.pin("a", SPACE, prompt(0, 5)) == 5 * WIDTH
+        assert pool.pin("b", SPACE, prompt(1, 5)) == 5 * WIDTH
+        with pytest.raises(UsageError, match="half of tier dram"):
+            pool.pin("c", SPACE, prompt(2, 5))
