@@ -60,6 +60,8 @@ class BlockTable:
         """uint64 ``[capacity]``: xxh3-64 of the canonical bytes, or a number below ``FIRST_CHECKSUM``."""
         self.loaded = np.empty(0, np.bool_)
         """bool ``[capacity]``: came from a durable tier, and was not leased since."""
+        self.differs = np.empty(0, np.bool_)
+        """bool ``[capacity]``: the durable tier's bytes are other ones than those of this checksum, as good."""
         self._free = np.empty(0, np.int32)
         self._num_free = 0
 
@@ -78,6 +80,7 @@ class BlockTable:
             self.size_classes,
             self.checksums,
             self.loaded,
+            self.differs,
             self._free,
         )
         return sum(column.nbytes for column in columns)
@@ -100,6 +103,7 @@ class BlockTable:
         self.refs[ids] = 0
         self.checksums[ids] = NO_CHECKSUM
         self.loaded[ids] = False
+        self.differs[ids] = False
         self._free[self._num_free : self._num_free + len(ids)] = ids
         self._num_free += len(ids)
 
@@ -109,7 +113,7 @@ class BlockTable:
         slots = np.full((len(self.slots), new), NO_SLOT, np.int32)
         slots[:, :old] = self.slots
         self.slots = slots
-        for name in ("states", "refs", "size_classes", "checksums", "loaded", "_free"):
+        for name in ("states", "refs", "size_classes", "checksums", "loaded", "differs", "_free"):
             column = getattr(self, name)
             grown = np.zeros(new, column.dtype)
             grown[:old] = column

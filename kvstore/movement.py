@@ -454,7 +454,9 @@ class Movement:
             move.path = path
             if origin is not None:
                 move.origin = origin.take(part)
-                move.known = self.table.checksums[move.ids]
+                move.known = np.where(
+                    self.table.differs[move.ids], NO_CHECKSUM, self.table.checksums[move.ids]
+                )
             started += len(move.ids) if self._start(move) else 0
         return started if started or not len(moving) else None
 
@@ -550,6 +552,7 @@ class Movement:
             self._store(ids[arrived & (table.states[ids] == BlockState.READY)], move.path)
         if move.source == self._num_memory:
             table.loaded[ids[arrived]] = True
+            table.differs[ids[arrived]] = False
             if outcome is not None and outcome.lost.any():
                 self._lose(ids[outcome.lost], move.source)
         self.unpin(ids)
@@ -562,7 +565,7 @@ class Movement:
         sums, known = outcome.checksums, table.checksums[ids]
         hashed = sums != NO_CHECKSUM
         fresh = known < FIRST_CHECKSUM
-        fresh |= outcome.is_changed
+        fresh |= outcome.changed
         right = fresh | ~hashed | (known == sums)
         table.checksums[ids[fresh & hashed]] = sums[fresh & hashed]
         if not right.all():

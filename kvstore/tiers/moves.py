@@ -10,7 +10,13 @@ import xxhash
 
 from kvstore.blocks import FIRST_CHECKSUM, NO_CHECKSUM
 from kvstore.tiers.arena import slot_bytes
-from kvstore.tiers.disk.format import GOOD, BlockIdentity, block_digest, root_digest
+from kvstore.tiers.disk.format import (
+    GOOD,
+    BlockIdentity,
+    block_digest,
+    checksum_of,
+    root_digest,
+)
 from kvstore.tiers.disk.store import DiskStore
 from kvstore.tiers.dram import DramStore
 
@@ -113,8 +119,9 @@ class Outcome(NamedTuple):
     """Whether the bytes are at their target."""
     lost: NDArray[np.bool_]
     """Whether the source does not have them any more."""
-    is_changed: bool = False
-    """Whether a codec has changed the bytes within its bound, so that they have other checksums now."""
+    changed: NDArray[np.bool_]
+    """Whether they need not have the checksum that was known: a codec has changed them within its bound, or
+    another writer's bytes were read."""
 
 
 def copy_blocks(move: Move, tiers: Sequence[Tier], block_bytes: int) -> Outcome:
@@ -131,7 +138,7 @@ def copy_blocks(move: Move, tiers: Sequence[Tier], block_bytes: int) -> Outcome:
         return _read(move, source, _on_the_host(target), block_bytes)
     sums = _copied(move, source, target, block_bytes)
     done = np.ones(len(move.ids), bool)
-    return Outcome(sums, done, ~done)
+    return Outcome(sums, done, ~done, ~done)
 
 
 def _copied(move: Move, source: Store, target: Store, block_bytes: int) -> NDArray[np.uint64]:
@@ -165,7 +172,8 @@ def _write(move: Move, source: DramStore, target: DiskStore, block_bytes: int) -
             [named[at] for at in right.tolist()],
             [payloads[at] for at in right.tolist()],
         )
-    return Outcome(sums, written, np.zeros(len(move.ids), bool))
+    none = np.zeros(len(move.ids), bool)
+    return Outcome(sums, written, none, none)
 
 
 def _read(move: Move, source: DiskStore, target: DramStore, block_bytes: int) -> Outcome:
@@ -173,14 +181,17 @@ def _read(move: Move, source: DiskStore, target: DramStore, block_bytes: int) ->
     assert move.origin is not None
     assert move.known is not None
     lossy = move.origin.prompt.namespace.codec is not None
-    named = move.origin.identities(np.zeros_like(move.known) if lossy else move.known)
+    known = np.zeros_like(move.known) if lossy else move.known
+    named = move.origin.identities(known)
     payloads = list(target.blocks(move.target_offsets, slot_bytes(block_bytes)))
     verdicts = source.read(move.source_offsets, named, payloads)
     good = np.array([verdict == GOOD for verdict in verdicts])
     lost = np.array([verdict not in (GOOD, "off") for verdict in verdicts])
-    found = _checksums(payload[:block_bytes] for payload in payloads) if lossy else move.known
-    sums = np.where(good, found, np.uint64(NO_CHECKSUM))
-    return Outcome(sums, good, lost, lossy)
+    sums = np.where(good, known, np.uint64(NO_CHECKSUM))
+    changed = known < FIRST_CHECKSUM
+    for at in np.flatnonzero(good & changed).tolist():
+        sums[at] = checksum_of(payloads[at][:block_bytes])
+    return Outcome(sums, good, lost, changed)
 
 
 def _on_the_host(store: Store | DiskStore) -> DramStore:
