@@ -44,7 +44,7 @@ class BlockTable:
     1. a row is on the free list exactly when it is ``FREE``;
     2. a ``FREE`` row has no slot, no reference and no checksum;
     3. no reference count is negative, and a ``GONE`` row has at least one; which ``RESERVED`` rows have
-       none, :class:`kvstore.residency.Residency` says;
+       none, :func:`kvstore.invariants.check_residency` says;
     4. every row that is not ``FREE`` has a slot in some tier.
     """
 

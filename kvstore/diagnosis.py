@@ -42,6 +42,7 @@ MAX_BRANCHES = 256
 """Continuations that are compared with the prompt where it leaves what is known."""
 
 WITHHELD = {
+    "no_room": "all that is stored of the prompt does not fit into memory",
     "not_worth_loading": "loading it would take longer than computing it",
     "off": "in a tier that is turned off",
 }
@@ -97,7 +98,7 @@ def explain(
     held = list(withheld(found))
     hits = min(len(found.usable), held[0].start) if held else len(found.usable)
     width = namespace.layout.block_tokens
-    tiers, _ = residency.where(found.usable[:hits])
+    tiers, _ = residency.copies.where(found.usable[:hits])
     segments = []
     for start, stop in _runs(tiers):
         name = residency.tiers[tiers[start]].name

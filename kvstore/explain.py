@@ -34,7 +34,7 @@ class Segment:
     """Tier that has them; None for a miss."""
     cause: str
     """``hit``, or why not: ``not_stored``, ``diverges``, ``evicted``, ``expired``, ``corrupt``, ``aborted``,
-    ``cleared``, ``being_stored``, ``not_worth_loading``, ``off``,
+    ``cleared``, ``being_stored``, ``not_worth_loading``, ``no_room``, ``off``,
     ``other_namespace``, ``incomplete_block``, ``last_token``."""
     detail: str
     """One sentence for people: how long ago, for what, what to do."""
@@ -55,7 +55,7 @@ class Withheld(NamedTuple):
     start: int
     stop: int
     cause: str
-    """``not_worth_loading`` or ``off``."""
+    """``not_worth_loading``, ``no_room`` or ``off``."""
     detail: str = ""
     """As of a :class:`Segment`; empty: the usual one of the cause."""
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvstore.copies import NO_REFILL, Refill
 from kvstore.errors import LeaseExpiredError, LeaseNotHeldError, UsageError
 from kvstore.lease import Lease, Reservation
-from kvstore.movement import NO_REFILL, Refill
 from kvstore.stats import LeaseStats, PinStats
 
 if TYPE_CHECKING:

@@ -40,8 +40,9 @@ from kvstore.errors import TooLargeError, UsageError
 from kvstore.events import BlockStored, EventLog
 from kvstore.explain import Obituaries
 from kvstore.holds import HOLDS_NOTHING, Hold, Holds
+from kvstore.invariants import check_residency
 from kvstore.lease import Lease, Reservation
-from kvstore.movement import NOTHING_COMES, engine_of
+from kvstore.offload import engine_of
 from kvstore.parts import mask_of, part_of
 from kvstore.residency import Residency, runs
 from kvstore.retention import NORMAL_PRIORITY, check_priority, lifetime_of
@@ -58,12 +59,12 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvstore.blocks import Ids
-    from kvstore.movement import Coming, Refill
+    from kvstore.copies import Refill
     from kvstore.namespace import Namespace
+    from kvstore.offload import Coming
     from kvstore.quotas import Quota
     from kvstore.residency import Found
     from kvstore.tiers.tier import Tier
-    from radix import Node
 
 
 KEEP_S = 10.0
@@ -75,7 +76,7 @@ class Pool(Upkeep):
 
     Invariants (:meth:`check_invariants`, in this order):
 
-    1. those of :class:`kvstore.residency.Residency`;
+    1. those of :func:`kvstore.invariants.check_residency`;
     2. a block has one reference for each lease, reservation, pin and move that holds it, and no more;
     3. a RESERVED block without a record of parts is written by one reservation, of whole blocks; of one with
        a record, each head that is claimed is written by one reservation, and no other head is.
@@ -140,7 +141,7 @@ class Pool(Upkeep):
         key = block_keys(namespace, tokens)
         with self._lock:
             found = self._residency.find(namespace, key)
-            covered = self._residency.reach(found.usable, namespace).num_blocks
+            covered = self._residency.offload.reach(found.usable, namespace).num_blocks
         return covered * namespace.layout.block_tokens
 
     def prefetch(self, namespace: Namespace, tokens: object) -> int:
@@ -154,8 +155,7 @@ class Pool(Upkeep):
         key = block_keys(namespace, tokens)
         with self._lock:
             found = self._residency.find(namespace, key)
-            covered = self._residency.reach(found.usable, namespace).num_blocks
-            self._residency.prefetch(found, key)
+            covered = self._residency.prefetch(found, key)
         return covered * namespace.layout.block_tokens
 
     def acquire(self, namespace: Namespace, tokens: object, *, may_wait: bool = False) -> Lease:
@@ -182,12 +182,11 @@ class Pool(Upkeep):
             self._reap(now)
             found = self._residency.find_lasting(namespace, key)
             ids = found.usable[: None if self._may_hold(len(found.usable)) else 0]
-            coming = self._load(found, ids, key)
-            ready = self._residency.num_in_memory(ids)
+            coming = self._residency.load(found, ids, key)
             deferred = may_wait and coming.num_blocks > 0
-            ids = ids[: 0 if deferred else ready]
-            self._residency.pin(ids)
-            tiers, offsets = self._residency.where(ids)
+            ids = ids[: 0 if deferred else coming.ready_blocks]
+            self._residency.copies.pin(ids)
+            tiers, offsets = self._residency.copies.where(ids)
             if deferred:
                 self._counts["deferred_lookups",] += 1
             else:
@@ -204,21 +203,10 @@ class Pool(Upkeep):
             expires_at,
             held_id,
             buffers=self._buffers,
-            ready_blocks=ready,
+            ready_blocks=coming.ready_blocks,
             coming_blocks=coming.num_blocks,
             ready_in_s=coming.ready_in_s,
         )
-
-    def _load(self, found: Found, ids: Ids, key: bytes) -> Coming:
-        """Start loading what memory does not have of ``ids``, none of which goes meanwhile."""
-        if self._residency.num_in_memory(ids) == len(ids):
-            return NOTHING_COMES
-        self._residency.pin(ids)
-        try:
-            self._residency.acquaint(found, len(ids))
-            return self._residency.load(ids, Path(found.tree, key))
-        finally:
-            self._residency.unpin(ids)
 
     def release(self, lease: Lease) -> None:
         """End ``lease``; blocks that were read from a slower tier are promoted in the background.
@@ -234,7 +222,7 @@ class Pool(Upkeep):
                 return
             hold = self._holds.end(self, lease)
             self._residency.spread(hold.known, Path(hold.tree, hold.key))
-            self._residency.unpin(hold.known)
+            self._residency.copies.unpin(hold.known)
 
     def verify(self, lease: Lease) -> int:
         """Compare the leased blocks with the checksums of what was stored; drop the wrong ones.
@@ -251,14 +239,14 @@ class Pool(Upkeep):
                 return 0
             ids = hold.known
             written = self._residency.table.checksums[ids]
-            self._residency.pin(ids)  # the lease may run out meanwhile
+            self._residency.copies.pin(ids)  # the lease may run out meanwhile
         size = hold.tree.namespace.layout.block_bytes
         sums = checksums(self._residency.tiers, hold.tiers, hold.offsets, size)
         wrong = (sums != NO_CHECKSUM) & (written >= FIRST_CHECKSUM) & (sums != written)
         with self._lock:
             if wrong.any():
-                self._residency.discard_corrupt(list(hold.tree.walk()), ids[wrong])
-            self._residency.unpin(ids)
+                self._residency.discard_corrupt(ids[wrong], Path(hold.tree, hold.key))
+            self._residency.copies.unpin(ids)
         return int(wrong.argmax()) if wrong.any() else len(ids)
 
     # -- writing --------------------------------------------------------------------------------
@@ -305,7 +293,7 @@ class Pool(Upkeep):
             self._reap(self._clock())
             tree, match = self._residency.find_lasting(namespace, key)[:2]
             known = match.block_ids()
-            self._residency.pin(known)
+            self._residency.copies.pin(known)
             mine = mask_of(namespace.layout, part)
             joined = self._residency.joinable(known, mine)
             away = self._residency.away(known) if part is None else joined[:0]
@@ -364,7 +352,7 @@ class Pool(Upkeep):
             self._counts["stored_blocks",] += len(ready)
             if self.events.active:
                 self._tell_stored(hold, ready)
-            self._residency.unpin(hold.ids)
+            self._residency.copies.unpin(hold.ids)
         return len(ready)
 
     def abort(self, reservation: Reservation) -> None:
@@ -386,7 +374,7 @@ class Pool(Upkeep):
 
         From this the pool knows what is worth loading. Nonsense is ignored.
         """
-        rules = self._residency.rules
+        rules = self._residency.offload.rules
         if rules is None:
             return
         with self._lock:
@@ -403,30 +391,9 @@ class Pool(Upkeep):
         with self._lock:
             self._closed = True
         try:
-            self._keep()
+            self._residency.offload.keep(KEEP_S)
         finally:
             self._end()
-
-    def _keep(self) -> None:
-        """Write to the disk what only memory has, but no block without those before it."""
-        until = self._clock() + KEEP_S
-        with self._lock:
-            nodes = self._residency.unkept()
-        left_out: set[Node] = set()
-        for node in nodes:
-            if self._clock() > until:
-                break
-            if node.parent in left_out:
-                left_out.add(node)
-                continue
-            with self._lock:
-                kept = self._residency.keep(node)
-            if kept is None:
-                self._mover.drain()
-                with self._lock:
-                    kept = self._residency.keep(node)
-            if not kept:
-                left_out.add(node)
 
     def _end(self) -> None:
         self._mover.close()
@@ -434,7 +401,7 @@ class Pool(Upkeep):
             for hold in self._holds.reservations.values():
                 self._abort(hold)
             for hold in self._holds.leases.values():
-                self._residency.unpin(hold.ids)
+                self._residency.copies.unpin(hold.ids)
             self._holds.reservations.clear()
             self._holds.leases.clear()
             for tier in self._residency.tiers:
@@ -481,11 +448,11 @@ class Pool(Upkeep):
         if not len(new):
             last = max([*joined[-1:].tolist(), *refill.positions[-1:].tolist()], default=-1)
             before = last + 1 - int((joined <= last).sum())
-            self._residency.unpin(others[before:])
+            self._residency.copies.unpin(others[before:])
             others = others[:before]
         added = np.arange(len(known), len(known) + len(new))
         indices = np.concatenate([joined, added, refill.positions]).astype(np.int32)
-        tiers, offsets = self._residency.where(fresh)
+        tiers, offsets = self._residency.copies.where(fresh)
         tiers = np.concatenate([tiers, np.full(len(refill.ids), refill.tier, np.int8)])
         offsets = np.concatenate([offsets, refill.offsets])
         order = np.argsort(indices)
@@ -508,7 +475,7 @@ class Pool(Upkeep):
         self._residency.end_refill(hold.refill, is_written=False)
         if len(left):
             self._residency.detach(hold.tree.match(hold.key).nodes, left, "aborted")
-        self._residency.unpin(hold.ids)
+        self._residency.copies.unpin(hold.ids)
 
     def _check_fits(self, namespace: Namespace, num_blocks: int) -> None:
         size = slot_bytes(namespace.layout.block_bytes)
@@ -543,12 +510,12 @@ class Pool(Upkeep):
     def check_invariants(self) -> None:
         """Raise AssertionError naming the first broken invariant."""
         with self._lock:
-            self._residency.check_invariants()
+            check_residency(self._residency)
             table = self._residency.table
             refs = np.zeros(len(table.refs), np.int16)
             for ids in self._holds.references():
                 refs[ids] += 1
-            for move in self._residency.moves:
+            for move in self._residency.movement.moves:
                 refs[move.ids] += 1
             assert np.array_equal(refs, table.refs), "2: one reference for each holder"
             self._check_writers()

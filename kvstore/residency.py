@@ -1,11 +1,12 @@
-"""Which block is in which tier: making room, forgetting, and what was found again after a restart.
+"""Which block is in which tier: the index, making room, forgetting, and what was found again after a restart.
 
-The pool's half that owns the bytes; how they move is in :mod:`kvstore.movement`. Blocks are placed in the
-first memory tier that has room. A block whose last copy goes leaves the index, together with everything
-below it in the tree: what is resident is always a usable prefix.
+Blocks are placed in the first memory tier that has room. A block whose last copy goes leaves the index,
+together with everything below it in the tree: what is resident is always a usable prefix. A block committed
+above the last memory tier is copied one tier down in the background (write-through), so that evicting it
+later is only forgetting a copy.
 
-Every block that somebody reads or writes has references; eviction never touches those. All methods are
-called with the pool's lock held.
+Eviction never touches blocks that somebody reads, writes or moves. All methods are called with the pool's
+lock held.
 
 A block that was written in part only (:mod:`kvstore.parts`) lies in one tier and is never moved: a writer
 may bring the rest at any time. Where it is in the way it is dropped.
@@ -15,25 +16,25 @@ from __future__ import annotations
 
 import heapq
 import logging
-from collections import Counter
 from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from kvstore.blocks import FIRST_CHECKSUM, NO_CHECKSUM, NO_SLOT, BlockState, BlockTable
-from kvstore.errors import TooLargeError, UsageError
+from kvstore.blocks import NO_CHECKSUM, NO_SLOT, BlockState
+from kvstore.copies import NO_REFILL, Copies, Refill
+from kvstore.errors import UsageError
 from kvstore.events import BlockRemoved, EventLog
-from kvstore.lifetimes import Lifetimes
-from kvstore.movement import NO_REFILL, Movement, Refill
-from kvstore.parts import Parts, mask_of
+from kvstore.movement import Movement
+from kvstore.offload import Coming, Offload
+from kvstore.parts import Parts
 from kvstore.quotas import Quotas
 from kvstore.retention import NORMAL_PRIORITY
-from kvstore.tiers.arena import ALIGNMENT, Arena
-from kvstore.tiers.moves import Move, Path, on_host
+from kvstore.tiers.arena import Arena
+from kvstore.tiers.moves import Path
 from kvstore.tiers.tier import NamespaceTree, Tier, TierOrders, Trees
 from kvstore.tokens import TOKEN_BYTES
-from radix import GroupedOrder, LeafOrder, PriorityOrder, check_invariants
+from radix import GroupedOrder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -47,18 +48,19 @@ if TYPE_CHECKING:
     from kvstore.quotas import Quota
     from kvstore.tiers.disk import RecoveredNamespace
     from kvstore.tiers.mover import Lanes
+    from kvstore.tiers.moves import Move
     from radix import Match, Node
 
 logger = logging.getLogger(__name__)
-
-MAX_SIZE_CLASSES = 1024
-"""Block sizes that may be stored at the same time."""
 
 MAX_EXPIRED = 64
 """Nodes with expired blocks that one call lets go of; the next one goes on."""
 
 MAX_SKIPS = 256
 """Nodes in use that one search for victims passes over: it ends early rather than hold the lock."""
+
+MAX_STRANGERS = 4096
+"""Nodes without a block in the tier that it passes over; the next search goes on behind them."""
 
 
 class Found(NamedTuple):
@@ -77,22 +79,8 @@ class Found(NamedTuple):
     an engine that brings its own hashes may use all."""
 
 
-class Residency(Movement):
-    """Blocks, slots and trees of all tiers.
-
-    Invariants (:meth:`check_invariants`, in this order; the pool adds those of leases):
-
-    1. table, arenas and trees keep their own invariants;
-    2. the blocks in the trees are exactly the RESERVED and READY rows;
-    3. no two blocks share a slot, and an arena's used slots are those of blocks and moves;
-    4. a tier's policy knows every node that has a block there, or one on its way there, and would evict it
-       before its parent;
-    5. blocks with a record of parts are RESERVED and not moving, and their record is one of
-       :class:`kvstore.parts.Unfinished`; of a block that nobody writes something was committed; a RESERVED
-       block without a reference has a record, and nobody writes it;
-    6. those of :class:`kvstore.lifetimes.Lifetimes`;
-    7. the bytes in use of the last memory tier are those of its groups of tenants.
-    """
+class Residency:
+    """Index, rows and slots of all tiers; what keeps them in order is in :mod:`kvstore.invariants`."""
 
     def __init__(
         self,
@@ -105,31 +93,27 @@ class Residency(Movement):
         quotas: Mapping[str, Quota],
     ) -> None:
         """Start with what the disk has. ``lock`` is the pool's; movers take it to apply their results."""
-        self.tiers = tuple(tiers)
-        self._num_memory = sum(tier.disk is None for tier in self.tiers)
-        assert all(tier.disk is None for tier in self.tiers[: self._num_memory])
-        assert 0 < self._num_memory >= len(self.tiers) - 1, "memory first, and one disk at most"
-        last = self.tiers[self._num_memory - 1]
-        self.quotas = Quotas(quotas, last.arena.capacity_bytes)
-        if self.quotas and not isinstance(last.policy, GroupedOrder):
-            raise UsageError(f"quotas of tenants need a GroupedOrder as policy of tier {last.name}")
-        self.table = BlockTable(len(self.tiers))
+        memory = [tier for tier in tiers if tier.disk is None]
+        self.quotas = Quotas(quotas, memory[-1].arena.capacity_bytes)
+        if self.quotas and not isinstance(memory[-1].policy, GroupedOrder):
+            raise UsageError(
+                f"quotas of tenants need a GroupedOrder as policy of tier {memory[-1].name}"
+            )
+        self.copies = Copies(tiers, self.quotas, clock)
+        self.movement = Movement(self.copies, lanes, lock, clock, self)
+        self.offload = Offload(self.copies, self.movement, lock, clock)
+        self.tiers = self.copies.tiers
+        self.table = self.copies.table
+        self.counts = self.copies.counts
+        self.lifetimes = self.copies.lifetimes
         self.trees = Trees()
-        self.lifetimes = Lifetimes(self.table, clock)
         self.order = TierOrders([tier.policy for tier in self.tiers], self.lifetimes.deadlines)
-        self.moves: set[Move] = set()
         self.parts = Parts()
         self.refills: set[Refill] = set()
-        self._loads_in_a_row = []
-        self.counts: Counter[tuple[str, ...]] = Counter()
-        self.rules = self.tiers[-1].rules
-        self._size_classes: list[tuple[int, tuple[int, ...], str]] = []
-        self._lanes = lanes
-        self._lock = lock
+        self.obituaries = obituaries
+        self._num_memory = self.copies.num_memory
         self._clock = clock
         self._events = events
-        self._on_host = on_host(self.tiers)
-        self.obituaries = obituaries
         if self.tiers[-1].disk is not None:
             self._recover(self.tiers[-1].disk.recover())
 
@@ -139,13 +123,13 @@ class Residency(Movement):
         """Make up to ``count`` RESERVED blocks with slots, in the fastest memory that has room."""
         if not count:
             return np.empty(0, np.int32)
-        size_class = self._size_class(namespace)
+        size_class = self.copies.size_class(namespace)
         placed: list[Ids] = []
         missing = count
         for index in range(self._num_memory):
-            offsets = self._take_slots(index, size_class, missing)
+            offsets = self.take_slots(index, size_class, missing)
             ids = self.table.allocate(len(offsets), size_class)
-            self.table.slots[index, ids] = offsets // ALIGNMENT
+            self.copies.put(index, ids, offsets)
             placed.append(ids)
             missing -= len(ids)
             if not missing:
@@ -159,7 +143,7 @@ class Residency(Movement):
             tree = NamespaceTree(namespace, self.order)
         match = tree.match(key)
         ids = match.block_ids()
-        visible = self._leading_ready(ids)
+        visible = self.copies.leading_ready(ids)
         block_tokens = namespace.layout.block_tokens
         if namespace.keys == "hash":
             max_hits = len(key) // namespace.key_bytes
@@ -181,12 +165,6 @@ class Residency(Movement):
         self.detach(found.match.nodes, expired, "expired")
         return self.find(namespace, key)
 
-    def _leading_ready(self, ids: Ids) -> Ids:
-        hidden = self.table.states[ids] != BlockState.READY
-        if self.lifetimes.deadlines:
-            hidden |= self.lifetimes.expired(ids)
-        return ids[: int(hidden.argmax())] if hidden.any() else ids
-
     def joinable(self, ids: Ids, heads: int) -> NDArray[np.intp]:
         """Positions of those of ``ids`` of which a writer may bring ``heads`` (a mask)."""
         if not self.parts:
@@ -196,9 +174,10 @@ class Residency(Movement):
 
     def away(self, known: Ids) -> NDArray[np.intp]:
         """Positions of those of ``known`` that only the disk has, and nobody loads."""
-        if self.rules is None:
+        if self._num_memory == len(self.tiers):
             return np.empty(0, np.intp)
-        there = self._in_memory(known) | np.isin(known, self._under_way(self._num_memory - 1))
+        landing = self.movement.under_way(self._num_memory - 1)
+        there = self.copies.in_memory(known) | np.isin(known, landing)
         return np.flatnonzero(~there & (self.table.states[known] == BlockState.READY))
 
     def begin_refill(self, known: Ids, positions: NDArray[np.intp]) -> Refill:
@@ -206,8 +185,8 @@ class Residency(Movement):
         index = self._num_memory - 1
         if not len(positions):
             return NO_REFILL
-        size_class = int(self.table.size_classes[known[positions[0]]])
-        offsets = self._take_slots(index, size_class, len(positions))
+        size_class = self.copies.class_of(known[positions[0]])
+        offsets = self.take_slots(index, size_class, len(positions))
         positions = positions[: len(offsets)]
         refill = Refill(known[positions], positions, index, offsets)
         if len(offsets):
@@ -220,61 +199,19 @@ class Residency(Movement):
         What was written need not be bit for bit what the disk has, which stays there.
         """
         self.refills.discard(refill)
-        ids, table, index = refill.ids, self.table, refill.tier
+        ids, table = refill.ids, self.table
         if not len(ids):
             return
         wanted = is_written & (table.states[ids] == BlockState.READY) & (table.refs[ids] == 1)
-        wanted &= ~self._in_memory(ids)
-        slot_size = self._slot_size(index, int(table.size_classes[ids[0]]))
-        self.tiers[index].arena.release(slot_size, refill.offsets[~wanted])
-        self._count_use(index, int(table.size_classes[ids[0]]), -int((~wanted).sum()))
+        wanted &= ~self.copies.in_memory(ids)
+        size_class = self.copies.class_of(ids[0])
+        self.copies.give_back(refill.tier, size_class, refill.offsets[~wanted])
         ids = ids[wanted]
-        table.slots[index, ids] = refill.offsets[wanted] // ALIGNMENT
+        self.copies.put(refill.tier, ids, refill.offsets[wanted])
         table.differs[ids] = True
         table.checksums[ids] = NO_CHECKSUM
         self.counts["refilled_blocks",] += len(ids)
-        self._seal(ids)
-
-    def pin(self, ids: Ids) -> None:
-        """Add a reference to each of ``ids`` (distinct)."""
-        self.table.refs[ids] += 1
-
-    def unpin(self, ids: Ids) -> None:
-        """Drop a reference from each of ``ids``; free those that are GONE and unused."""
-        self.table.refs[ids] -= 1
-        unused = ids[(self.table.refs[ids] == 0) & (self.table.states[ids] == BlockState.GONE)]
-        if len(unused):
-            self._free(unused)
-
-    def where(self, ids: Ids) -> tuple[NDArray[np.int8], NDArray[np.int64]]:
-        """Fastest tier (int8) and byte offset there (int64) of each block."""
-        slots = self.table.slots[:, ids]
-        tiers = (slots != NO_SLOT).argmax(axis=0)
-        return tiers.astype(np.int8), slots[tiers, np.arange(len(ids))].astype(np.int64) * ALIGNMENT
-
-    def _in_memory(self, ids: Ids) -> NDArray[np.bool_]:
-        there: NDArray[np.bool_] = (self.table.slots[: self._num_memory, ids] != NO_SLOT).any(
-            axis=0
-        )
-        return there
-
-    def num_in_memory(self, ids: Ids) -> int:
-        """How many of ``ids`` from the first one on have a copy in memory."""
-        if self.rules is None:
-            return len(ids)
-        there = self._in_memory(ids)
-        return len(ids) if there.all() else int(there.argmin())
-
-    def held_bytes(self, index: int, ids: Ids) -> int:
-        """Bytes of the slots that ``ids`` have in tier ``index``."""
-        return self.bytes_of(index, ids[self.table.slots[index, ids] != NO_SLOT])
-
-    def bytes_of(self, index: int, ids: Ids) -> int:
-        """Bytes of one slot in tier ``index`` for each of ``ids``."""
-        classes = np.bincount(self.table.size_classes[ids]).tolist()
-        return sum(
-            count * self._slot_size(index, number) for number, count in enumerate(classes) if count
-        )
+        self.movement.seal(ids)
 
     def _recover(self, found: list[RecoveredNamespace]) -> None:
         """Take over what the disk has, oldest first.
@@ -284,15 +221,16 @@ class Residency(Movement):
         index = len(self.tiers) - 1
         prompts: list[Iterator[tuple[int, NamespaceTree, bytes, Ids]]] = []
         for blocks in found:
-            size_class = self._size_class(blocks.namespace)
+            size_class = self.copies.size_class(blocks.namespace)
             ids = self.table.allocate(len(blocks), size_class)
-            self.table.slots[index, ids] = blocks.offsets // ALIGNMENT
+            self.copies.put(index, ids, blocks.offsets)
             self.table.checksums[ids] = blocks.checksums
             self.table.states[ids] = BlockState.READY
             self.table.refs[ids] = 0
             tree = NamespaceTree(blocks.namespace, self.tiers[index].policy)
             self.trees[blocks.namespace.digest] = tree
             prompts.append(_prompts(blocks, tree, ids))
+            self.offload.measure(ids)
         for _, tree, key, ids in heapq.merge(*prompts, key=itemgetter(0)):
             tree.insert(key, ids, level=NORMAL_PRIORITY)
         for tree in self.trees.values():
@@ -307,78 +245,139 @@ class Residency(Movement):
         nodes = found.match.nodes[: int(np.searchsorted(stops, num_blocks)) + 1]
         ids = found.usable[:num_blocks]
         for index, tier in enumerate(self.tiers):
-            comes = (self.table.slots[index, ids] == NO_SLOT).any()
+            comes = not self.copies.have(index, ids).all()
             if comes and (index + 1 < len(self.tiers) or any(n not in tier.policy for n in nodes)):
                 tier.policy.arrive(nodes)
 
-    def prefetch(self, found: Found, key: bytes) -> None:
-        """:meth:`spread` the usable blocks, and load them; all policies learn of them."""
-        if not len(found.usable):
-            return
-        path = Path(found.tree, key)
-        self.pin(found.usable)
-        self.acquaint(found, len(found.usable))
-        self.spread(found.usable, path)
-        self.load(found.usable, path)
-        self.unpin(found.usable)
+    # -- using ----------------------------------------------------------------------------------
+
+    def publish(self, ids: Ids, before: Ids, path: Path) -> Ids:
+        """Make RESERVED ``ids`` of ``path`` READY, write them through, seal them.
+
+        Args:
+            ids: of blocks that are written as a whole.
+            before: the other blocks of the prompt before the last of them.
+            path: the prompt.
+
+        Returns:
+            Those that were not GONE.
+        """
+        ready: Ids = ids[self.table.states[ids] == BlockState.RESERVED]
+        self.table.states[ready] = BlockState.READY
+        if self.lifetimes.committed(ready, before):
+            self.lifetimes.watch(path.tree.match(path.key).nodes)
+        self.parts.forget(ready)
+        for index in range(self._num_memory - 1):
+            here = ready[self.copies.have(index, ready)]
+            self.movement.move(here, index, index + 1, path)
+        self.offload.committed(ready, path)
+        self.movement.seal(ready)
+        self.offload.write_back()
+        return ready
+
+    def spread(self, ids: Ids, path: Path) -> None:
+        """Copy READY blocks, which were used, one tier up from where they are, and those without one down.
+
+        Leading blocks first; one that is under way already is not moved again. Each of ``ids`` has a
+        reference, and the policies of all tiers know its node.
+        """
+        ids = ids[self.table.states[ids] == BlockState.READY]
+        tiers, _ = self.copies.where(ids)
+        for index in range(self._num_memory):
+            here = ids[tiers == index]
+            if index:
+                self.movement.move(here, index, index - 1, path)
+            if index + 1 < self._num_memory:
+                only = here[(self.table.slots[index + 1 :, here] == NO_SLOT).all(axis=0)]
+                self.movement.move(only, index, index + 1, path)
+        self.offload.store(ids, path)
+
+    def load(self, found: Found, ids: Ids, key: bytes) -> Coming:
+        """Start loading what memory does not have of ``ids``, leading usable blocks: none goes meanwhile."""
+        if (ready := self.copies.num_in_memory(ids)) == len(ids):
+            return Coming(ready, is_old=False)
+        self.copies.pin(ids)
+        try:
+            self.acquaint(found, len(ids))
+            return self.offload.load(ids, Path(found.tree, key))
+        finally:
+            self.copies.unpin(ids)
+
+    def prefetch(self, found: Found, key: bytes) -> int:
+        """Do as :meth:`spread` and :meth:`load`; return how many blocks are in memory then, or on their way."""
+        ids = found.usable
+        if not len(ids):
+            return 0
+        self.copies.pin(ids)
+        try:
+            self.acquaint(found, len(ids))
+            self.spread(ids, Path(found.tree, key))
+            coming = self.offload.load(ids, Path(found.tree, key))
+        finally:
+            self.copies.unpin(ids)
+        return len(ids) - coming.left_blocks
+
+    def ended(self, move: Move, arrived: Ids, seconds: float | None) -> None:
+        """Learn what became of a move."""
+        self.offload.ended(move, arrived, seconds)
 
     # -- making room ----------------------------------------------------------------------------
 
-    def _take_slots(self, index: int, size_class: int, count: int) -> NDArray[np.int64]:
+    def take_slots(self, index: int, size_class: int, count: int) -> NDArray[np.int64]:
         """Up to ``count`` slots of tier ``index``, evicting what the policy says."""
-        arena, slot_size = self.tiers[index].arena, self._slot_size(index, size_class)
-        count = min(count, arena.capacity_slots(slot_size))
+        slot_size = self.copies.slot_size(index, size_class)
+        count = min(count, self.tiers[index].arena.capacity_slots(slot_size))
         if self.quotas and index + 1 == self._num_memory:
             count = self._within_ceiling(index, size_class, count)
-        offsets = arena.allocate(slot_size, count)
+        offsets = self.copies.take(index, size_class, count)
         while len(offsets) < count and self._evict(index, size_class, count - len(offsets)):
-            offsets = np.concatenate([offsets, arena.allocate(slot_size, count - len(offsets))])
-        self._count_use(index, size_class, len(offsets))
+            more = self.copies.take(index, size_class, count - len(offsets))
+            offsets = np.concatenate([offsets, more])
         return offsets
 
     def _within_ceiling(self, index: int, size_class: int, count: int) -> int:
         """Make room below the ceiling of a tenant with its own blocks; say for how many of ``count``."""
-        slot_size, group = self._slot_size(index, size_class), self._size_classes[size_class][2]
+        slot_size = self.copies.slot_size(index, size_class)
+        group = self.copies.size(size_class).group
         while (left := self.quotas.left_bytes(group)) is not None and left < count * slot_size:
             missing = -(-(count * slot_size - left) // slot_size)
             if not self._evict(index, size_class, missing, "quota"):
                 return min(count, max(0, left) // slot_size)
         return count
 
-    def _victim(self, index: int, group: str, reason: str) -> tuple[Node | None, int | None]:
-        """Return which node of tier ``index`` gives way to ``group``, and how many bytes at most."""
+    def _victim(
+        self, index: int, group: str, largest: int, reason: str
+    ) -> tuple[Node | None, int | None]:
+        """Return which node of tier ``index`` gives way to ``group``, and how many bytes at most.
+
+        ``largest``: no slot of the tier has more bytes.
+        """
         policy = self.tiers[index].policy
         if not self.quotas or index + 1 != self._num_memory:
             return policy.victim(), None
         assert isinstance(policy, GroupedOrder)
         if reason == "quota":
             return policy.victim_among([group]), None
-        largest = max(self._slot_size(index, number) for number in range(len(self._size_classes)))
         node = policy.victim_among(self.quotas.givers(group, largest))
         if node is None:
             return None, None
         giver = self.quotas.group_of_tree(node.tree)  # type: ignore[arg-type]
         return node, None if giver == group else self.quotas.spare_bytes(giver)
 
-    def _count_use(self, index: int, size_class: int, count: int) -> None:
-        """Note that ``count`` slots of tier ``index`` were taken, or given back if that is negative."""
-        if index + 1 == self._num_memory:
-            group = self._size_classes[size_class][2]
-            self.quotas.used_bytes[group] += count * self._slot_size(index, size_class)
-
     def _evict(self, index: int, size_class: int, count: int, reason: str = "capacity") -> bool:
         """Free about ``count`` slots of tier ``index``; say whether any slot came free.
 
         For ``reason`` ``quota`` only blocks of the tenant itself go.
         """
-        policy, table = self.tiers[index].policy, self.table
-        group, skipped = self._size_classes[size_class][2], 0
-        while count > 0 and skipped < MAX_SKIPS:
-            node, allowed_bytes = self._victim(index, group, reason)
+        policy, table, copies = self.tiers[index].policy, self.table, self.copies
+        wanted_size, group = copies.slot_size(index, size_class), copies.size(size_class).group
+        largest, skipped, strangers = copies.largest_slot(index), 0, 0
+        while count > 0 and skipped < MAX_SKIPS and strangers < MAX_STRANGERS:
+            node, allowed_bytes = self._victim(index, group, largest, reason)
             if node is None:
                 return False
             ids = node.blocks
-            here = table.slots[index, ids] != NO_SLOT
+            here = copies.have(index, ids)
             unused = table.refs[ids] == 0
             free = np.flatnonzero(here & unused)
             if not len(free):
@@ -387,11 +386,12 @@ class Residency(Movement):
                     skipped += 1
                 else:
                     policy.remove(node)
+                    strangers += 1
                 continue
-            slot_size = self._slot_size(index, int(table.size_classes[ids[0]]))
+            slot_size = copies.slot_size(index, copies.class_of(ids[0]))
             if allowed_bytes is not None:
                 free = free[-max(1, allowed_bytes // slot_size) :]
-            if slot_size != self._slot_size(index, size_class) and reason == "capacity":
+            if slot_size != wanted_size and reason == "capacity":
                 if self.tiers[index].disk is not None:
                     return self._clear_slab(index, slot_size)
                 shortage = self._free_slab(index, slot_size)
@@ -413,9 +413,7 @@ class Residency(Movement):
         """
         used = self.tiers[index].arena.used_bytes
         ids = node.blocks[positions]
-        spare = (self.table.slots[:, ids] != NO_SLOT).sum(axis=0) > 1
-        self.drop_copies(ids[spare], index)
-        self.counts["evicted_blocks", self.tiers[index].name, "copy_elsewhere"] += int(spare.sum())
+        spare = self._drop_spare(index, ids)
         if len(only := positions[~spare]):
             demotes = index + 1 < self._num_memory
             moved = self._demote(node, ids[~spare], index) if demotes else 0
@@ -423,11 +421,18 @@ class Residency(Movement):
                 self._trim(node, int(only[moved]), reason, wanted)
         return self.tiers[index].arena.used_bytes < used
 
+    def _drop_spare(self, index: int, ids: Ids) -> NDArray[np.bool_]:
+        """Drop those copies in tier ``index`` that are not the last ones; say which ``ids`` had such."""
+        spare = self.copies.spare(ids)
+        self.copies.drop(index, ids[spare])
+        self.counts["evicted_blocks", self.tiers[index].name, "copy_elsewhere"] += int(spare.sum())
+        return spare
+
     def _demote(self, node: Node, ids: Ids, index: int) -> int | None:
-        """Move ``ids`` down, up to the first one that is not READY; say how many, as :meth:`move` does."""
-        ids = self._leading_ready(ids)
+        """Move ``ids`` down, up to the first one that is not READY; say how many, as a move does."""
+        ids = self.copies.leading_ready(ids)
         self.tiers[index + 1].policy.arrive(node.path())
-        return self.move(ids, index, index + 1, self._path_of(node), drop_source=True)
+        return self.movement.move(ids, index, index + 1, Path.to(node), drop_source=True)
 
     def _free_slab(self, index: int, slot_size: int) -> int | None:
         """Move the blocks of one slab into free slots of other slabs with slots of the same size.
@@ -437,55 +442,37 @@ class Residency(Movement):
             free than before; None when it cannot be had now: blocks of every slab are in use, or a
             move is under way.
         """
-        arena, table = self.tiers[index].arena, self.table
+        arena = self.tiers[index].arena
         assert isinstance(arena, Arena)
-        starts = table.slots[index].astype(np.int64) * ALIGNMENT
-        coming = [move.target_offsets for move in self.moves if move.target == index]
-        for start, stop in arena.slabs(slot_size):
-            mates = np.flatnonzero((starts >= start) & (starts < stop)).astype(np.int32)
-            if table.refs[mates].any() or any(
-                ((offsets >= start) & (offsets < stop)).any() for offsets in coming
-            ):
-                continue
-            if (orphans := table.states[mates] == BlockState.RESERVED).any():
-                self.detach(list(self._nodes()), mates[orphans], "capacity")
+        for start, stop, mates in self._idle_slabs(index, slot_size):
+            if (orphans := self.table.states[mates] == BlockState.RESERVED).any():
+                self.detach(list(self.nodes()), mates[orphans], "capacity")
                 return 0
             offsets, missing = arena.allocate_outside(slot_size, len(mates), start, stop)
             if missing or not len(mates):
                 return missing
-            self.pin(mates)
-            of_one_length = [
-                table.size_classes[mates] == size_class
-                for size_class in np.unique(table.size_classes[mates])
-            ]
-            for some in of_one_length:
-                self._count_use(index, int(table.size_classes[mates[some][0]]), int(some.sum()))
-            moves = [
-                self._move(mates[some], index, index, offsets[some], drop_source=False)
-                for some in of_one_length
-            ]
-            started = [self._start(move) for move in moves]
-            return 0 if all(started) and self.moves.isdisjoint(moves) else None
+            return 0 if self.movement.relocate(mates, index, offsets) else None
         return None
 
     def _clear_slab(self, index: int, slot_size: int) -> bool:
         """Let go of all blocks in one slab of a durable tier; say whether there was one without users."""
-        table = self.table
-        starts = table.slots[index].astype(np.int64) * ALIGNMENT
-        coming = [move.target_offsets for move in self.moves if move.target == index]
+        for _, _, mates in self._idle_slabs(index, slot_size):
+            if len(mates):
+                spare = self._drop_spare(index, mates)
+                self.detach(list(self.nodes()), mates[~spare], "capacity")
+                return True
+        return False
+
+    def _idle_slabs(self, index: int, slot_size: int) -> Iterator[tuple[int, int, Ids]]:
+        """Begin, end and blocks of each slab in which nobody uses a block, and none is on its way there."""
+        starts = self.copies.offsets(index, np.arange(len(self.table.states), dtype=np.int32))
+        moves = self.movement.moves
+        coming = [move.target_offsets for move in moves if move.target == index]
         for start, stop in self.tiers[index].arena.slabs(slot_size):
             mates = np.flatnonzero((starts >= start) & (starts < stop)).astype(np.int32)
             taken = any(((offsets >= start) & (offsets < stop)).any() for offsets in coming)
-            if taken or table.refs[mates].any() or not len(mates):
-                continue
-            spare = (table.slots[:, mates] != NO_SLOT).sum(axis=0) > 1
-            self.counts["evicted_blocks", self.tiers[index].name, "copy_elsewhere"] += int(
-                spare.sum()
-            )
-            self.drop_copies(mates[spare], index)
-            self.detach(list(self._nodes()), mates[~spare], "capacity")
-            return True
-        return False
+            if not taken and not self.table.refs[mates].any():
+                yield start, stop, mates
 
     # -- forgetting -----------------------------------------------------------------------------
 
@@ -498,13 +485,14 @@ class Residency(Movement):
             if node.parent is not None and hits.any():
                 self._trim(node, int(hits.argmax()), reason)
 
-    def discard_corrupt(self, nodes: Iterable[Node], ids: Ids) -> None:
-        """Remove blocks whose bytes are not what their writer wrote."""
+    def discard_corrupt(self, ids: Ids, path: Path | None) -> None:
+        """Remove blocks, of ``path`` if it is known, whose bytes are not what their writer wrote."""
         ids = ids[self.table.states[ids] == BlockState.READY]
         if not len(ids):  # evicted meanwhile: nobody will read them
             return
         self.counts["corrupt_blocks",] += len(ids)
         logger.error("%d blocks do not match their checksums and are dropped", len(ids))
+        nodes = list(self.nodes()) if path is None else path.tree.match(path.key).nodes
         self.detach(nodes, ids, "corrupt")
 
     def expire(self) -> bool:
@@ -522,22 +510,6 @@ class Residency(Movement):
                 self.lifetimes.watch([node])
         return left
 
-    def forget_lastingly(self) -> None:
-        """Have the disk forget for good what was let go of: a crash brings none of it back."""
-        disk = self.tiers[-1].disk
-        if disk is not None:
-            self._lanes.stores.submit(disk.flush)
-
-    def tidy(self) -> None:
-        """Have the disk forget what was let go of since it was written to last."""
-        disk = self.tiers[-1].disk
-        if (
-            disk is not None
-            and disk.slots.num_stale
-            and not self._under_way(len(self.tiers) - 1).size
-        ):
-            self.forget_lastingly()
-
     def clear(self, tree: NamespaceTree) -> None:
         """Take every block of ``tree`` out of the index."""
         self.trees.pop(tree.namespace.digest)
@@ -553,7 +525,7 @@ class Residency(Movement):
         assert isinstance(tree, NamespaceTree)
         if self._events.active:
             self._tell_removed(node, keep)
-        tier = self.tiers[int((self.table.slots[:, node.blocks[keep]] != NO_SLOT).argmax())]
+        tier = self.tiers[int(self.copies.where(node.blocks[keep : keep + 1])[0][0])]
         self.obituaries.add(
             tree.namespace.digest,
             node,
@@ -570,26 +542,12 @@ class Residency(Movement):
     def _drop(self, ids: Ids, reason: str) -> None:
         """Count blocks that left the index, and free those that nobody uses."""
         ready = ids[self.table.states[ids] == BlockState.READY]
-        first = (self.table.slots[:, ready] != NO_SLOT).argmax(axis=0)
+        first, _ = self.copies.where(ready)
         for index, tier in enumerate(self.tiers):
             self.counts["evicted_blocks", tier.name, reason] += int((first == index).sum())
         self.table.states[ids] = BlockState.GONE
         self.parts.forget(ids)
-        self._free(ids[self.table.refs[ids] == 0])
-
-    def _free(self, ids: Ids) -> None:
-        for index in range(len(self.tiers)):
-            self._release_slots(index, ids[self.table.slots[index, ids] != NO_SLOT])
-        self.table.free(ids)
-
-    def _release_slots(self, index: int, ids: Ids) -> None:
-        if not len(ids):
-            return
-        classes = self.table.size_classes[ids]
-        for size_class in set(classes.tolist()):
-            slots = self.table.slots[index, ids[classes == size_class]].astype(np.int64)
-            self.tiers[index].arena.release(self._slot_size(index, size_class), slots * ALIGNMENT)
-            self._count_use(index, size_class, -len(slots))
+        self.copies.free(ids[self.table.refs[ids] == 0])
 
     def _tell_removed(self, node: Node, keep: int) -> None:
         tree = node.tree
@@ -603,119 +561,10 @@ class Residency(Movement):
                 key = prefix[: stop * tree.key_bytes]
                 self._events.publish(BlockRemoved(tree.namespace.digest, key, start, stop))
 
-    def _nodes(self) -> Iterator[Node]:
+    def nodes(self) -> Iterator[Node]:
+        """All nodes of all trees."""
         for tree in self.trees.values():
             yield from tree.walk()
-
-    def drop_copies(self, ids: Ids, index: int) -> None:
-        """Free the slots that ``ids`` have in tier ``index``; each must have a copy elsewhere."""
-        self._release_slots(index, ids)
-        self.table.slots[index, ids] = NO_SLOT
-
-    def _size_class(self, namespace: Namespace) -> int:
-        """Number that stands for sizes and group of a block; those of no block are used again.
-
-        Raises:
-            TooLargeError: blocks of too many sizes are there.
-        """
-        sizes, group = self._size_classes, self.quotas.group_of(namespace.tenant)
-        slot_sizes = tuple(tier.slot_bytes(namespace) for tier in self.tiers)
-        size = (namespace.layout.block_bytes, slot_sizes, group)
-        if size in sizes:
-            return sizes.index(size)
-        if len(sizes) < MAX_SIZE_CLASSES:
-            sizes.append(size)
-            return len(sizes) - 1
-        used = self.table.size_classes[self.table.states != BlockState.FREE]
-        unused = np.setdiff1d(np.arange(MAX_SIZE_CLASSES), used)
-        if not len(unused):
-            raise TooLargeError(
-                f"blocks of {MAX_SIZE_CLASSES} sizes are stored: no other size fits before some leave"
-            )
-        sizes[int(unused[0])] = size
-        return int(unused[0])
-
-    def _slot_size(self, index: int, size_class: int) -> int:
-        return self._size_classes[size_class][1][index]
-
-    def check_invariants(self) -> None:
-        """Raise AssertionError naming the first broken invariant."""
-        table = self.table
-        table.check_invariants()
-        for tier in self.tiers:
-            tier.arena.check_invariants()
-        for tree in self.trees.values():
-            check_invariants(tree)
-        nodes = list(self._nodes())
-        indexed = (
-            np.sort(np.concatenate([node.blocks for node in nodes]))
-            if nodes
-            else np.empty(0, np.int32)
-        )
-        visible = (table.states == BlockState.RESERVED) | (table.states == BlockState.READY)
-        assert np.array_equal(indexed, np.flatnonzero(visible)), (
-            "2: blocks in trees = RESERVED and READY rows"
-        )
-        for index, tier in enumerate(self.tiers):
-            rows = np.flatnonzero(table.slots[index] != NO_SLOT)
-            starts = [table.slots[index, rows].astype(np.int64) * ALIGNMENT]
-            sizes = [
-                self._slot_size(index, int(size_class)) for size_class in table.size_classes[rows]
-            ]
-            for move in self.moves:
-                if move.target == index:
-                    starts.append(move.target_offsets)
-                    sizes += [self._slot_size(index, move.size_class)] * len(move.target_offsets)
-            for refill in self.refills if index + 1 == self._num_memory else ():
-                starts.append(refill.offsets)
-                size_class = int(table.size_classes[refill.ids[0]])
-                sizes += [self._slot_size(index, size_class)] * len(refill.offsets)
-            taken = np.concatenate(starts)
-            assert len(np.unique(taken)) == len(taken), "3: no two blocks share a slot"
-            assert tier.arena.used_bytes == sum(sizes), (
-                "3: used slots are those of blocks and moves"
-            )
-            sealed = (table.checksums[rows] >= FIRST_CHECKSUM) | table.differs[rows]
-            assert tier.disk is None or sealed.all(), "3: what is on disk has a checksum"
-            if isinstance(tier.policy, LeafOrder | PriorityOrder | GroupedOrder):
-                tier.policy.check_invariants()
-            known = {node: age for age, node in enumerate(tier.policy)}
-            for node in nodes:
-                needed = (table.slots[index, node.blocks] != NO_SLOT) | np.isin(
-                    node.blocks, self._under_way(index)
-                )
-                assert node in known or not needed.any(), (
-                    "4: the policy knows nodes with blocks here or on their way"
-                )
-                if node in known and node.parent in known:
-                    assert known[node] < known[node.parent], "4: what follows goes before"
-        memory = self.tiers[self._num_memory - 1].arena
-        assert sum(self.quotas.used_bytes.values()) == memory.used_bytes, (
-            "7: all bytes are somebody's"
-        )
-        assert all(used >= 0 for used in self.quotas.used_bytes.values()), (
-            "7: nobody has less than none"
-        )
-        self._check_parts(nodes)
-        self.lifetimes.check_invariants(nodes)
-
-    def _check_parts(self, nodes: list[Node]) -> None:
-        table, records = self.table, self.parts.records
-        moving = [move.ids for move in self.moves]
-        rows = np.array([*records], np.int32)
-        assert (table.states[rows] == BlockState.RESERVED).all(), "5: RESERVED rows have records"
-        assert not np.isin(rows, np.concatenate(moving) if moving else []).any(), "5: none moves"
-        for node in nodes:
-            assert isinstance(node.tree, NamespaceTree)
-            every = mask_of(node.tree.namespace.layout, None)
-            for part in filter(None, map(records.get, node.blocks.tolist())):
-                assert part.missing, "5: something is missing"
-                assert part.claimed & ~part.missing == 0, "5: what is claimed is missing"
-                assert part.missing & ~every == 0, "5: what is missing are heads of the block"
-                assert part.claimed or part.missing != every, "5: something is there or coming"
-        unheld = np.flatnonzero((table.states == BlockState.RESERVED) & (table.refs == 0))
-        claims = [part.claimed if part else -1 for part in map(records.get, unheld.tolist())]
-        assert not any(claims), "5: a RESERVED row without a reference waits for the rest"
 
 
 def _prompts(

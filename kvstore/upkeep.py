@@ -60,7 +60,7 @@ class Upkeep:
             slots = table.slots[:, ids]
             below = (slots[index + 1 :] != NO_SLOT).any(axis=0)
             ids = ids[(slots[index] != NO_SLOT) & below & (table.refs[ids] == 0)]
-            self._residency.drop_copies(ids, index)
+            self._residency.copies.drop(index, ids)
             return len(ids)
 
     def evict(self, namespace: Namespace, tokens: object) -> int:
@@ -74,7 +74,7 @@ class Upkeep:
             found = self._residency.find(namespace, key).match
             self._residency.detach(found.nodes[:1], found.block_ids()[:1], "evicted")
             self._unpin_gone()
-            self._residency.forget_lastingly()
+            self._residency.offload.forget_lastingly()
         return found.num_blocks
 
     def retain(
@@ -122,7 +122,7 @@ class Upkeep:
                 self._residency.clear(tree)
                 self.events.publish(AllBlocksCleared(tree.namespace.digest))
             self._unpin_gone()
-            self._residency.forget_lastingly()
+            self._residency.offload.forget_lastingly()
 
     def reap(self) -> None:
         """End leases past their deadline, forget blocks that expired, let pins go of what left the index.
@@ -133,7 +133,7 @@ class Upkeep:
         with self._lock:
             self._reap(self._clock())
             self._unpin_gone()
-            self._residency.tidy()
+            self._residency.offload.tidy()
 
     # -- pins -----------------------------------------------------------------------------------
 
@@ -164,7 +164,7 @@ class Upkeep:
             ids = self._residency.find(namespace, key).ids
             together = np.union1d(self._holds.pinned_without(name), ids)
             self._check_pins(together)
-            self._residency.pin(ids)
+            self._residency.copies.pin(ids)
             self.unpin(name)
             if len(ids):
                 self._holds.pins[name] = Pin(namespace, ids)
@@ -172,10 +172,10 @@ class Upkeep:
 
     def _check_pins(self, ids: Ids) -> None:
         """Refuse pins of ``ids``, all together, that would hold more than half of a tier."""
-        residency = self._residency
-        landing = sum(tier.disk is None for tier in residency.tiers) - 1
-        for index, tier in enumerate(residency.tiers):
-            may_come = residency.bytes_of if index == landing else residency.held_bytes
+        copies = self._residency.copies
+        landing = copies.num_memory - 1
+        for index, tier in enumerate(copies.tiers):
+            may_come = copies.bytes_of if index == landing else copies.held_bytes
             wanted = may_come(index, ids)
             limit = tier.arena.capacity_bytes // 2
             if wanted > limit:
@@ -189,7 +189,7 @@ class Upkeep:
         with self._lock:
             pin = self._holds.pins.pop(name, None)
             if pin is not None:
-                self._residency.unpin(pin.ids)
+                self._residency.copies.unpin(pin.ids)
         return pin is not None
 
     def pins(self) -> list[PinStats]:
@@ -204,7 +204,7 @@ class Upkeep:
         for name, pin in list(self._holds.pins.items()):
             gone = table.states[pin.ids] == BlockState.GONE
             if gone.any():
-                self._residency.unpin(pin.ids[gone])
+                self._residency.copies.unpin(pin.ids[gone])
                 pin.ids = pin.ids[~gone]
                 if not len(pin.ids):
                     del self._holds.pins[name]
@@ -225,7 +225,7 @@ class Upkeep:
 
     def _withheld(self, found: Found) -> Iterator[Withheld]:
         """Say which blocks of a prompt are on disk and are not going to be loaded, and why."""
-        covered, cause, detail = self._residency.reach(found.usable, found.tree.namespace)
+        covered, cause, detail = self._residency.offload.reach(found.usable, found.tree.namespace)
         if covered < len(found.usable):
             yield Withheld(covered, len(found.usable), cause, detail)
 
@@ -290,8 +290,8 @@ class Upkeep:
                 index_bytes=sum(tree.num_blocks * (tree.key_bytes + 4) for tree in trees)
                 + table.nbytes
                 + residency.lifetimes.nbytes,
-                counts=residency.counts + residency.disk_counts(),
-                disk=residency.disk_stats(),
+                counts=residency.counts + residency.offload.counts(),
+                disk=residency.offload.stats(),
             )
 
     def buffer(self, tier: str) -> Any:  # noqa: ANN401  (numpy array or torch tensor)
@@ -309,6 +309,6 @@ class Upkeep:
 
     def _reap(self, now: float) -> None:
         for hold in self._holds.expired(now):
-            self._residency.unpin(hold.ids)
+            self._residency.copies.unpin(hold.ids)
         if self._residency.expire():
             self._unpin_gone()

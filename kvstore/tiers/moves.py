@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from kvstore.namespace import Namespace
     from kvstore.tiers.store import HostBlocks, Store
     from kvstore.tiers.tier import NamespaceTree, Tier
+    from radix import Node
 
 
 class Prompt:
@@ -86,6 +87,11 @@ class Path(NamedTuple):
 
     tree: NamespaceTree
     key: bytes
+
+    @classmethod
+    def to(cls, node: Node) -> Path:
+        """Return the prompt that ends with ``node``, which is in the tree of a namespace."""
+        return cls(node.tree, node.tree.prefix(node))  # type: ignore[arg-type]
 
 
 @dataclass(eq=False)

@@ -322,7 +322,7 @@ class PoolMachine(RuleBasedStateMachine):
         if self.num_memory == len(residency.tiers) or not usable:
             return usable
         tree, prefixes = residency.trees[namespace.digest], self.prefixes(namespace, tokens)
-        return residency.num_in_memory(tree.match(prefixes[-1]).block_ids()[:usable])
+        return residency.copies.num_in_memory(tree.match(prefixes[-1]).block_ids()[:usable])
 
     @precondition(lambda self: self.stored)
     @rule(target=leases, data=st.data(), longer=st.integers(0, 2))
@@ -343,7 +343,9 @@ class PoolMachine(RuleBasedStateMachine):
             if (namespace.digest, known[position]) in self.stored
             and (residency.table.slots[: self.num_memory, block] < 0).all()
             and not any(
-                block in move.ids for move in residency.moves if move.source == self.num_memory
+                block in move.ids
+                for move in residency.movement.moves
+                if move.source == self.num_memory
             )
         ]
 
@@ -536,7 +538,7 @@ class PoolMachine(RuleBasedStateMachine):
         for tree in residency.trees.values():
             size = tree.namespace.layout.block_bytes
             for ids in (node.blocks[known[node.blocks]] for node in tree.walk()):
-                for block, tier, offset in zip(ids, *residency.where(ids), strict=True):
+                for block, tier, offset in zip(ids, *residency.copies.where(ids), strict=True):
                     if tier == self.num_memory:  # on disk alone: checked when it is read
                         continue
                     data = residency.tiers[tier].store.buffer[offset : offset + size]

@@ -130,7 +130,7 @@ def lose(pool, reason):
         pool.evict(NAMESPACE, range(16))
         put(pool, range(8))
         put(pool, range(16))
-        pool._residency.detach(list(pool._residency._nodes()), last_two(pool), "quota")
+        pool._residency.detach(list(pool._residency.nodes()), last_two(pool), "quota")
     elif reason == "capacity":
         pool.release(pool.acquire(NAMESPACE, range(9)))  # the head is used, the tail is the oldest
         put(pool, range(200, 216))

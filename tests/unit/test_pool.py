@@ -33,7 +33,9 @@ def put(pool, tokens, namespace=NAMESPACE):
 def tiers_of(pool, tokens, namespace=NAMESPACE):
     lease = pool.acquire(namespace, tokens)
     CLIENT.check(lease, tokens)
-    pool._residency.unpin(pool._holds.leases.pop(lease.held_id).known)  # released without promotion
+    pool._residency.copies.unpin(
+        pool._holds.leases.pop(lease.held_id).known
+    )  # released without promotion
     return [pool.tier_names[tier] for tier in lease.tiers.tolist()]
 
 

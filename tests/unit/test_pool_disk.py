@@ -11,8 +11,8 @@ import pytest
 
 from kvstore.assembly import POLICIES
 from kvstore.errors import UsageError
-from kvstore.movement import engine_of
 from kvstore.namespace import KVLayout, Namespace
+from kvstore.offload import engine_of
 from kvstore.planner import Plan, Planner
 from kvstore.testing import FakeClock, ManualMover, pattern, small_pool
 from kvstore.testing.disk import FaultySystem, fails_at
@@ -179,7 +179,7 @@ class TestTheEnd:
         with opened(path) as pool:
             put(pool, prompt(0, 4))
             put(pool, prompt(0, 4), other)
-            pool._residency.rules.planner.plan = lambda digest, *_: Plan(
+            pool._residency.offload.rules.planner.plan = lambda digest, *_: Plan(
                 4 * (digest == engine_of(SPACE)), 0.0, 1.0
             )
         with opened(path) as pool:
@@ -310,7 +310,7 @@ class TestLoading:
 
     def test_only_what_is_worth_it_is_loaded(self, path):
         with self.evicted(path) as pool:
-            pool._residency.rules.planner.plan = lambda *_: Plan(0, 0.0, 1.0)
+            pool._residency.offload.rules.planner.plan = lambda *_: Plan(0, 0.0, 1.0)
             assert get(pool, prompt(0, 5)) == 0
             assert in_memory(pool) == 0
             assert pool.stats().counts["unloaded_blocks", "disk", "not_worth_loading"] == 5
@@ -350,6 +350,60 @@ class TestLoading:
             pool.release(lease)
             assert get(pool, prompt(0, 5)) == 5
             pool.check_invariants()
+
+    def test_no_more_is_promised_than_memory_holds(self, path):
+        with opened(path, pages=100, admission="always") as pool:
+            put(pool, prompt(0, 30))
+        with opened(path, pages=40) as pool:
+            assert on_disk(pool) == 30
+            assert pool.lookup(SPACE, prompt(0, 30)) == 20 * WIDTH
+            last = pool.explain(SPACE, prompt(0, 30)).segments[-2]
+            assert (last.start, last.cause) == (20 * WIDTH, "no_room")
+            assert pool.prefetch(SPACE, prompt(0, 30)) == 20 * WIDTH
+            assert get(pool, prompt(0, 30)) == 20
+            assert pool.stats().counts["unloaded_blocks", "disk", "no_room"] == 10
+            pool.check_invariants()
+
+    def test_loads_push_nothing_out_that_somebody_waits_for(self, path):
+        mover, clock = ManualMover(), FakeClock()
+        with opened(path, pages=40, admission="always", mover=mover, clock=clock) as pool:
+            for number in range(2):
+                put(pool, prompt(number, 12))
+                pool.drain()
+                assert pool.demote(SPACE, prompt(number, 12), "dram") == 12
+            lease = pool.acquire(SPACE, prompt(0, 12), may_wait=True)
+            assert lease.coming_blocks == 12
+            mover.drain()
+            other = pool.acquire(SPACE, prompt(1, 12), may_wait=True)
+            assert other.coming_blocks == 8, "that is what is left of 20"
+            mover.drain()
+            assert get(pool, prompt(0, 12), may_wait=True) == 12
+            clock.advance(60.0)
+            lease = pool.acquire(SPACE, prompt(1, 12), may_wait=True)
+            assert (lease.ready_blocks, lease.coming_blocks) == (8, 4)
+            mover.drain()
+            assert get(pool, prompt(1, 12)) == 12
+            pool.check_invariants()
+
+    def test_nobody_waits_for_a_slow_disk_to_find_out(self, path):
+        clock = FakeClock()
+
+        def slow(call, _):
+            clock.advance(5.0 if call == "read" else 0.0)
+
+        with opened(path, admission="always", load="auto", clock=clock) as pool:
+            if not pool._residency.tiers[-1].disk.is_direct:
+                pytest.skip("what was just written is read from memory here")
+        system = FaultySystem(slow)
+        for start in ("new", "again"):
+            with opened(path, admission="always", load="auto", clock=clock, system=system) as pool:
+                if start == "new":
+                    put(pool, prompt(0, 5))
+                    pool.demote(SPACE, prompt(0, 5), "dram")
+                assert on_disk(pool) == 5
+                assert pool.lookup(SPACE, prompt(0, 5)) == 0
+                assert get(pool, prompt(0, 5)) == 0
+                assert pool.stats().counts["moved_blocks", "disk", "dram"] == 0
 
 
 class TestRestart:
@@ -500,7 +554,7 @@ class TestExplain:
             told = pool.explain(SPACE, prompt(0, 5))
             assert told.hit_tokens == pool.lookup(SPACE, prompt(0, 5)) == 0
             assert told.segments[0].cause == "off"
-            pool._residency.rules.planner.plan = lambda *_: Plan(0, 0.0, 1.0)
+            pool._residency.offload.rules.planner.plan = lambda *_: Plan(0, 0.0, 1.0)
             system.fault = None
             clock.advance(100.0)
             told = pool.explain(SPACE, prompt(0, 5))
@@ -663,9 +717,9 @@ class TestWriteBack:
         residency = pool._residency
         tail = pool.reserve(SPACE, tokens)
         pool.abort(tail)
-        residency.rules.planner.plan = lambda *_: Plan(0, 0.0, 1.0)  # not loaded
+        residency.offload.rules.planner.plan = lambda *_: Plan(0, 0.0, 1.0)  # not loaded
         put(pool, tokens)
-        residency.rules.planner.plan = lambda *a: Plan(a[5], 0.0, 1.0)
+        residency.offload.rules.planner.plan = lambda *a: Plan(a[5], 0.0, 1.0)
         for number in range(1, 6):
             put(pool, prompt(number, 4))
             get(pool, prompt(number, 4))
@@ -732,7 +786,7 @@ class TestRealMovers:
             put(pool, prompt(1, 200))
         mover, clock = ManualMover(), FakeClock()
         with opened(path, pages=800, mover=mover, clock=clock, load="auto") as pool:
-            planner = pool._residency.rules.planner
+            planner = pool._residency.offload.rules.planner
             for _ in range(60):
                 planner.loaded("disk", 20 * 12288, 20 * 12288 / 20e6)
             for _ in range(20):

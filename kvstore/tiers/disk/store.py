@@ -30,7 +30,7 @@ import numpy as np
 from kvstore.errors import ConfigError
 from kvstore.tiers.disk.access import Access
 from kvstore.tiers.disk.batch import Batch
-from kvstore.tiers.disk.format import GOOD
+from kvstore.tiers.disk.format import GOOD, aligned
 from kvstore.tiers.disk.listing import Listing, batches, can_be_listed
 from kvstore.tiers.disk.slots import EMPTY, LOST, Slots
 from kvstore.tiers.disk.system import System
@@ -219,6 +219,18 @@ class DiskStore:
             {("read_blocks", verdict): count for verdict, count in Counter(verdicts).items()}
         )
         return verdicts
+
+    def try_reading(self, offset: int, num_bytes: int) -> float | None:
+        """Read whole pages into nowhere: the seconds that it took, or None if it did not work now."""
+        began = self._clock()
+        with self._access.shared() as directory:
+            if directory is None or not self.readable:
+                return None
+            try:
+                directory.segments.read(offset, [aligned(num_bytes)])
+            except OSError:
+                return None
+        return self._clock() - began
 
     def flush(self) -> bool:
         """Make what was released so far unfindable; say whether that worked."""

@@ -1,0 +1,436 @@
+"""What goes to the disk, and what comes from there, and when.
+
+A block is *resident* while at least one tier has a copy of it; the disk comes last. To it goes, as its rules
+say (:class:`kvstore.tiers.rules.DiskRules`), what was used again, and what is about to be evicted; never
+more bytes a second than the budget allows, and never what would be loaded more slowly than computed.
+
+What a request wants and only the disk has is loaded into the last memory tier, leading blocks first, in
+pieces, each of which counts as soon as it is there. Requests for the same blocks share one load. What is being
+loaded for one request is not pushed out by loads for another, for about as long as the former waits.
+
+How fast the disk reads is measured by every load, and before the first one by reading some of its blocks
+into nowhere: nobody waits for a slow disk to find out.
+
+All methods are called with the pool's lock held, but for :meth:`Offload.keep`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from functools import partial
+from itertools import islice
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from kvstore.blocks import BlockState
+from kvstore.movement import PIECE_BYTES
+from kvstore.stats import DiskStats
+from kvstore.tiers.arena import ALIGNMENT
+from kvstore.tiers.moves import Path
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from threading import RLock
+
+    from kvstore.blocks import Ids
+    from kvstore.copies import Copies
+    from kvstore.movement import Movement
+    from kvstore.namespace import Namespace
+    from kvstore.tiers.moves import Move
+    from radix import Node
+
+logger = logging.getLogger(__name__)
+
+MAX_LOAD_BLOCKS = 2048
+"""Blocks that one call makes room for; whoever asks again gets the next ones."""
+
+MAX_PROBE_BLOCKS = 8
+"""Blocks that are loaded to measure a disk that seemed too slow."""
+
+TRIAL_BYTES = 4 << 20
+"""What is read into nowhere to measure a disk before its first load."""
+
+STUCK_S = 2.0
+"""A disk that has not finished a piece for so long is not waited for."""
+
+AWAITED = 2.0
+"""What is loaded is somebody's for so many times the seconds that this should take, and ``AWAITED_S``."""
+AWAITED_S = 0.1
+
+WRITE_BACK_FROM = 0.9
+"""Share of a memory tier in use from which what would be evicted next is written to the disk."""
+WRITE_BACK_BYTES = 0.1
+"""Share of the tier that is looked at then."""
+WRITE_BACK_NODES = 256
+WRITE_BACK_S = 1.0
+"""Seconds between two such looks."""
+
+
+class Reach(NamedTuple):
+    """How far a lease of a prompt would go."""
+
+    num_blocks: int
+    cause: str = ""
+    """Why no further: ``off``, ``no_room`` or ``not_worth_loading``."""
+    detail: str = ""
+    """The same for people; empty where the cause says all."""
+
+
+class Coming(NamedTuple):
+    """Leading blocks that memory has, and those behind them that are being loaded."""
+
+    ready_blocks: int
+    num_blocks: int = 0
+    """Those that are being loaded."""
+    ready_in_s: float = 0.0
+    """Expected seconds until all of them are there."""
+    left_blocks: int = 0
+    """Blocks behind these that stay where they are."""
+    cause: str = ""
+    """Why they do: ``off``, ``not_worth_loading`` or ``no_room``."""
+    is_old: bool = True
+    """Whether the index may have changed meanwhile."""
+
+
+def engine_of(namespace: Namespace) -> bytes:
+    """Name what decides how fast a prompt is computed: whose it is does not matter."""
+    return namespace.model + namespace.layout.fingerprint
+
+
+class Offload:
+    """Traffic between the last memory tier and the disk; without a disk there is none."""
+
+    def __init__(
+        self, copies: Copies, movement: Movement, lock: RLock, clock: Callable[[], float]
+    ) -> None:
+        """Start without traffic. ``lock`` is the pool's, ``clock`` gives monotonic seconds."""
+        last = copies.tiers[-1]
+        self.rules = last.rules
+        """Of the disk, where there is one."""
+        self._disk = last.disk
+        self._name = last.name
+        self._index = len(copies.tiers) - 1
+        self._memory = copies.num_memory - 1
+        """The memory tier from which blocks go to the disk, and to which they come."""
+        self._copies = copies
+        self._table = copies.table
+        self._movement = movement
+        self._lock = lock
+        self._clock = clock
+        self._probes = 0
+        self._tried = False
+        """Whether the disk was measured before its first load, or that cannot be."""
+        self._awaited: list[tuple[float, int]] = []
+        """Until when bytes that were loaded are somebody's, and how many."""
+        self._row: list[tuple[int, float]] = []
+        """Bytes and seconds of loads, one after another, that the planner was not told of."""
+        self._loading_since_s = 0.0
+        """When the load under way began, or the one before it ended."""
+        self._written_back_at_s = float("-inf")
+
+    # -- loading --------------------------------------------------------------------------------
+
+    def load(self, ids: Ids, path: Path) -> Coming:
+        """Start loading those of READY ``ids`` that no memory has, as far as that is worth it.
+
+        Args:
+            ids: leading blocks of a prompt, all from its first one on; the policies of all tiers know
+                their nodes. Each has a reference.
+            path: the prompt.
+        """
+        start, rules = self._copies.num_in_memory(ids), self.rules
+        if start == len(ids) or rules is None:
+            return Coming(len(ids))
+        covered, cause, _ = self._reach(ids, start, path.tree.namespace)
+        wanted = ids[start:covered]
+        if not len(wanted):
+            if cause == "not_worth_loading" and rules.planner.probe(self._name):
+                self._probes += 1  # of different sizes, to tell latency and bandwidth apart
+                self._fetch(ids[start : start + 1 + self._probes % MAX_PROBE_BLOCKS], path)
+            return Coming(start, left_blocks=len(ids) - start, cause=cause)
+        self.write_back()
+        wanted = self._admitted(wanted[:MAX_LOAD_BLOCKS])
+        self._fetch(wanted, path)
+        landing = self._movement.under_way(self._memory)
+        there = self._copies.in_memory(wanted)
+        coming = there | np.isin(wanted, landing)
+        num_coming = len(wanted) if coming.all() else int(coming.argmin())
+        left = len(ids) - start - num_coming
+        cause = cause if start + num_coming == covered else "no_room"
+        if there[:num_coming].all():
+            return Coming(start + num_coming, left_blocks=left, cause=cause)
+        ready_in_s = rules.planner.wait_s(self._name, self._queued_bytes())
+        self._expect(wanted[:num_coming], ready_in_s)
+        ready = start + int(there.argmin())
+        return Coming(ready, start + num_coming - ready, ready_in_s, left, cause)
+
+    def reach(self, ids: Ids, namespace: Namespace) -> Reach:
+        """Say how many of READY ``ids``, the leading blocks of a prompt, a lease would cover.
+
+        Those that memory has, and of those behind them what is worth waiting for. Moves nothing.
+        """
+        return self._reach(ids, self._copies.num_in_memory(ids), namespace)
+
+    def _reach(self, ids: Ids, start: int, namespace: Namespace) -> Reach:
+        disk, rules, rest = self._disk, self.rules, ids[start:]
+        if disk is None or rules is None or not len(rest):
+            return Reach(len(ids))
+        if not disk.readable or self._is_stuck():
+            return Reach(start, "off")
+        most = self._most_blocks(rest)
+        if start + len(rest) > most:
+            within = self._reach(ids[:most], start, namespace) if most > start else Reach(start)
+            return within if within.cause else Reach(within.num_blocks, "no_room")
+        landing = np.isin(rest, self._movement.under_way(self._memory))
+        absent = np.flatnonzero(~landing & ~self._copies.in_memory(rest))
+        if not len(absent):  # what is landing was found worth it before others queued behind it
+            return Reach(len(ids))
+        slot_size = self._copies.slot_size(self._index, self._copies.class_of(rest[0]))
+        width = namespace.layout.block_tokens
+        plan = rules.planner.plan(
+            engine_of(namespace),
+            width,
+            (start + int(absent[0])) * width,
+            slot_size,
+            self._name,
+            len(absent),
+            max(0, self._queued_bytes() - int(landing.sum()) * slot_size),
+        )
+        if plan.num_blocks == len(absent):
+            return Reach(len(ids))
+        rate = rules.planner.expected(self._name)[1]
+        detail = (
+            f"computing it takes {plan.prefill_s:.3g} s, less than to load {len(absent) * slot_size} bytes "
+            f"at {rate / 1e6:.0f} MB/s"
+        )
+        return Reach(start + int(absent[plan.num_blocks]), "not_worth_loading", detail)
+
+    def _most_blocks(self, ids: Ids) -> int:
+        """How many blocks like ``ids`` the memory that they are loaded into holds."""
+        slot_size = self._copies.slot_size(self._memory, self._copies.class_of(ids[0]))
+        return self._copies.tiers[self._memory].arena.capacity_slots(slot_size)
+
+    def _is_stuck(self) -> bool:
+        """Whether a load under way has taken so long that nobody should wait for others."""
+        if not self._queued_bytes() or self.rules is None:
+            return False
+        expected_s = self.rules.planner.load_s(self._name, PIECE_BYTES)
+        return self._clock() > self._loading_since_s + max(STUCK_S, 8 * expected_s)
+
+    def _admitted(self, ids: Ids) -> Ids:
+        """Return the leading ``ids`` whose loads push nothing out that somebody waits for."""
+        now = self._clock()
+        self._awaited = [entry for entry in self._awaited if entry[0] > now]
+        if not self._awaited:
+            return ids
+        slot_size = self._copies.slot_size(self._memory, self._copies.class_of(ids[0]))
+        capacity_bytes = self._copies.tiers[self._memory].arena.capacity_bytes
+        free = capacity_bytes - sum(num_bytes for _, num_bytes in self._awaited)
+        absent = ~self._copies.in_memory(ids) & ~np.isin(
+            ids, self._movement.under_way(self._memory)
+        )
+        return ids[np.cumsum(absent) * slot_size <= free]
+
+    def _expect(self, ids: Ids, ready_in_s: float) -> None:
+        """Note that somebody will come for ``ids``, of which some are being loaded."""
+        absent = ids[~self._copies.in_memory(ids)]
+        until_s = self._clock() + AWAITED * ready_in_s + AWAITED_S
+        self._awaited.append((until_s, self._copies.bytes_of(self._memory, absent)))
+
+    def _fetch(self, ids: Ids, path: Path) -> None:
+        """Start moving those of ``ids`` that only the disk has into the last memory tier."""
+        if not self._queued_bytes():
+            self._loading_since_s = self._clock()
+        self._movement.move(ids[~self._copies.in_memory(ids)], self._index, self._memory, path)
+
+    def _queued_bytes(self) -> int:
+        return self._movement.queued_bytes(self._index)
+
+    # -- storing --------------------------------------------------------------------------------
+
+    def store(self, ids: Ids, path: Path) -> bool:
+        """Start writing READY ``ids`` to the disk, first ones first: what is worth it, and allowed.
+
+        What will expire is not written: after a restart it would be there for ever.
+
+        Returns:
+            Whether all that the disk may have is there, or on its way.
+        """
+        disk, rules, name, copies = self._disk, self.rules, self._name, self._copies
+        if disk is None or rules is None:
+            return True
+        ids = ids[copies.have(self._memory, ids) & ~copies.have(self._index, ids)]
+        ids = ids[~np.isin(ids, self._movement.under_way(self._index))]
+        ids = ids[copies.lifetimes.lasting(ids)]
+        if not len(ids):
+            return True
+        slot_size = copies.slot_size(self._index, copies.class_of(ids[0]))
+        reason, allowed = "off", 0
+        if disk.writable:
+            reason = "not_worth_loading"
+            if self._will_be_loaded(path, slot_size):
+                reason = "budget"
+                allowed = rules.budget.take(len(ids), slot_size)
+        copies.counts["unstored_blocks", name, reason] += len(ids) - allowed
+        moved = self._movement.move(ids[:allowed], self._memory, self._index, path) or 0
+        rules.budget.give_back(allowed - moved, slot_size)
+        copies.counts["unstored_blocks", name, "busy"] += allowed - moved
+        return moved == len(ids)
+
+    def committed(self, ids: Ids, path: Path) -> None:
+        """Store blocks that became visible, if all of them are to be."""
+        if self.rules is not None and self.rules.admission == "always":
+            self.store(ids[self._table.states[ids] == BlockState.READY], path)
+
+    def _will_be_loaded(self, path: Path, slot_size: int) -> bool:
+        """Whether a prompt on disk would be loaded, as far as that can be told: before any load it is tried."""
+        assert self.rules is not None
+        planner, namespace = self.rules.planner, path.tree.namespace
+        length, width = len(path.key) // namespace.key_bytes, namespace.layout.block_tokens
+        plan = planner.plan(engine_of(namespace), width, 0, slot_size, self._name, length)
+        untried = planner.mode == "auto" and not planner.is_measured(self._name)
+        return plan.num_blocks > 0 or untried
+
+    def write_back(self) -> None:
+        """Start writing to the disk what the last memory tier would evict next, where that tier is nearly full.
+
+        What the disk has is only forgotten when its turn comes, so that writers need not wait.
+        """
+        tier, now = self._copies.tiers[self._memory], self._clock()
+        if self.rules is None or self.rules.admission != "value":
+            return
+        if tier.arena.used_bytes < WRITE_BACK_FROM * tier.arena.capacity_bytes:
+            return
+        if now < self._written_back_at_s + WRITE_BACK_S:
+            return
+        self._written_back_at_s = now
+        left = WRITE_BACK_BYTES * tier.arena.capacity_bytes
+        for node in list(islice(tier.policy, WRITE_BACK_NODES)):
+            if left <= 0 or not self._movement.lanes.stores.has_room():
+                return
+            left -= self._copies.held_bytes(self._memory, node.blocks)
+            self._store_node(node)
+
+    def _store_node(self, node: Node) -> bool:
+        """Start writing what only memory has of ``node``, and of what leads to it, to the disk.
+
+        Returns:
+            Whether all of it is there, or on its way.
+        """
+        if node.parent is None or self._copies.have(self._index, node.blocks).all():
+            return True  # gone, to make room for others, or there
+        ids = np.concatenate([step.blocks for step in node.path()])
+        policy = self._copies.tiers[self._index].policy
+        if node not in policy:
+            policy.arrive(node.path())
+        self._copies.pin(ids)  # or the disk could let go of what leads to these blocks
+        stored = self.store(self._copies.leading_ready(ids), Path.to(node))
+        self._copies.unpin(ids)
+        return stored
+
+    def keep(self, seconds: float) -> None:
+        """Write to the disk what only memory has, but no block without those before it.
+
+        Recently used blocks first, as the rules allow, for at most ``seconds``, and the writes under way. Takes
+        the lock itself, for one node at a time.
+        """
+        if self.rules is None or self.rules.admission == "second_use":
+            return
+        until = self._clock() + seconds
+        with self._lock:
+            nodes = list(self._copies.tiers[self._memory].policy)[::-1]
+        left_out: set[Node] = set()
+        for node in nodes:
+            if self._clock() > until:
+                return
+            if not self._movement.lanes.stores.has_room():
+                self._movement.lanes.drain()
+            with self._lock:
+                if node.parent in left_out or not self._store_node(node):
+                    left_out.add(node)
+
+    def forget_lastingly(self) -> None:
+        """Have the disk forget for good what was let go of: a crash brings none of it back."""
+        if self._disk is not None:
+            self._movement.lanes.stores.submit(self._disk.flush)
+
+    def tidy(self) -> None:
+        """Have the disk forget what was let go of since it was written to last."""
+        stale = self._disk is not None and self._disk.slots.num_stale > 0
+        if stale and not len(self._movement.under_way(self._index)):
+            self.forget_lastingly()
+
+    # -- measuring ------------------------------------------------------------------------------
+
+    def ended(self, move: Move, arrived: Ids, seconds: float | None) -> None:
+        """Learn which blocks of ``move`` arrived, still pinned, and how long it took; None: it did not work."""
+        if move.source == self._copies.num_memory:
+            self._table.loaded[arrived] = True
+            self._table.differs[arrived] = False
+            self._loading_since_s = self._clock()
+            self._tell_planner(move, seconds)
+        elif move.target == self._copies.num_memory:
+            self.measure(arrived)
+        elif move.source < move.target == self._memory and move.path is not None:
+            self.committed(arrived, move.path)
+
+    def _tell_planner(self, move: Move, seconds: float | None) -> None:
+        """Note how long a load took, None if it failed: with those in a row with it, unless it was slow."""
+        assert self.rules is not None
+        planner, slow = self.rules.planner, False
+        if seconds is not None:
+            num_bytes = self._copies.slot_size(move.source, move.size_class) * len(move.ids)
+            self._row.append((num_bytes, seconds))
+            slow = seconds > 2 * planner.load_s(self._name, num_bytes)
+        if self._row and (seconds is None or slow or not self._queued_bytes()):
+            totals = map(sum, zip(*self._row, strict=True))
+            planner.loaded(self._name, *totals, loads=len(self._row))
+            self._row.clear()
+
+    def measure(self, ids: Ids) -> None:
+        """Have some of the bytes that the disk has of ``ids``, of one size, read into nowhere: once."""
+        if self._tried or self._disk is None or self.rules is None or not len(ids):
+            return
+        slot_size = self._copies.slot_size(self._index, self._copies.class_of(ids[0]))
+        offsets = np.sort(self._copies.offsets(self._index, ids))
+        gaps = np.flatnonzero(np.diff(offsets) != slot_size)
+        num_bytes = int(gaps[0] + 1 if len(gaps) else len(ids)) * slot_size
+        job = partial(self._run_trial, int(offsets[0]), min(num_bytes, TRIAL_BYTES))
+        self._tried = not self._disk.is_direct or self._movement.lanes.loads.submit(job)
+
+    def _run_trial(self, offset: int, num_bytes: int) -> None:
+        """Read a page, and then all (no lock held); tell the planner, if no load has yet."""
+        assert self._disk is not None
+        assert self.rules is not None
+        tries = [(size, self._disk.try_reading(offset, size)) for size in (ALIGNMENT, num_bytes)]
+        with self._lock:
+            if self.rules.planner.is_measured(self._name):
+                return
+            for size, seconds in tries:
+                if seconds is not None:
+                    self.rules.planner.loaded(self._name, size, seconds)
+
+    # -- looking on -----------------------------------------------------------------------------
+
+    def counts(self) -> Counter[tuple[str, ...]]:
+        """Return what the disk counts, by the names of :data:`kvstore.metrics.COUNTERS`."""
+        counts = Counter[tuple[str, ...]]()
+        if self._disk is not None:
+            for (name, *labels), count in self._disk.counts.items():
+                if name == "read_blocks":
+                    counts["disk_reads", *labels] = count
+            for (side, reason), count in self._disk.troubles.items():
+                counts["disk_troubles", side, reason] = count
+        return counts
+
+    def stats(self) -> DiskStats | None:
+        """Say how the disk does."""
+        if self._disk is None or self.rules is None:
+            return None
+        latency_s, bytes_per_s = self.rules.planner.expected(self._name)
+        off = self._disk.off
+        return DiskStats(
+            off["read"], off["write"], latency_s, bytes_per_s, self._disk.slots.bad_bytes
+        )
