@@ -4,7 +4,6 @@ import os
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from contextlib import contextmanager
 from functools import partial
@@ -19,7 +18,6 @@ import transformers as hf
 import kvstore
 from engine_plugin.models import load_model
 from engine_plugin.transformers import CachedModel
-from kvstore.planner import Planner
 from kvstore.tiers.disk import DiskStore
 from kvstore.tiers.disk.system import System
 
@@ -43,15 +41,9 @@ class SlowSystem(System):
 
 
 @pytest.fixture
-def path():
-    with tempfile.TemporaryDirectory(prefix="kvstore-model-", dir="/var/tmp") as directory:
-        yield f"{directory}/tier"
-
-
-@pytest.fixture
 def patient(monkeypatch):
     """Have a load waited for however busy the machine is."""
-    monkeypatch.setattr("engine_plugin.prefix.PATIENCE", 10_000)
+    monkeypatch.setattr("kvstore.lease.PATIENCE", 10_000)
 
 
 def opened(path, **settings):
@@ -158,7 +150,6 @@ def test_damage_on_disk_changes_no_text(path):
         assert store.stats().counts["corrupt_blocks",] > 0
 
 
-@pytest.mark.skipif(not hasattr(Planner, "snapshot"), reason="needs the planner that measures")
 @pytest.mark.timeout(300)
 def test_a_slow_disk_is_not_waited_for(path, monkeypatch):
     """Beyond what the first loads show, a request is no later than one without a store that hits."""
