@@ -2,9 +2,7 @@
 
 import errno
 import shutil
-import tempfile
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -28,13 +26,6 @@ OPTIONS = DiskOptions(
 )
 TIGHT = replace(OPTIONS, budget_bytes=(5 << 20) + (1 << 18))
 """Room for 21 blocks."""
-
-
-@pytest.fixture
-def path():
-    """A directory that does not exist yet, on a real file system."""
-    with tempfile.TemporaryDirectory(prefix="kvstore-pool-", dir="/var/tmp") as directory:
-        yield Path(directory) / "tier"
 
 
 def opened(
