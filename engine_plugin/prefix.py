@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-PATIENCE, LEAST_PATIENCE_S = 1.5, 0.002
-"""How long a load from a slower tier is waited for: so many times what the store expects, and a moment."""
+POLL_S = 0.002
+"""How long at least before the store is asked again for blocks that are being loaded."""
 LEAST_MEASURED_TOKENS = 32
 """Fewer tokens computed say little about the rate of prefill."""
 
@@ -164,15 +164,15 @@ class PrefixStore:
     def _wait_for(self, lease: Lease, namespace: Namespace, tokens: NDArray[np.int32]) -> Lease:
         """Return ``lease``, or another one after what it asks to wait for has come from a slower tier.
 
-        Waits not much longer than the store expects: then what has come by then is taken.
+        Waits for ``patience_s``: then what has come by then is taken.
         """
-        give_up_at = self._clock() + PATIENCE * lease.ready_in_s + LEAST_PATIENCE_S
+        give_up_at = self._clock() + lease.patience_s
         while lease.coming_blocks and not lease.num_blocks:
             left_s = give_up_at - self._clock()
             if left_s <= 0:
                 self.counts["late"] += 1
                 return self._store.acquire(namespace, tokens)
-            self._pause.wait(min(left_s, max(lease.ready_in_s, LEAST_PATIENCE_S)))
+            self._pause.wait(min(left_s, max(lease.ready_in_s, POLL_S)))
             lease = self._store.acquire(namespace, tokens, may_wait=True)
         return lease
 

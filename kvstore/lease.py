@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from kvstore.interface import KVStore
     from kvstore.namespace import Namespace
 
+PATIENCE, LEAST_PATIENCE_S = 1.5, 0.005
+"""How long an engine waits for blocks that are being loaded: so many times what is expected, and a moment."""
+
 
 @dataclass(slots=True, eq=False)
 class _Held:
@@ -64,13 +67,19 @@ class Lease(_Held):
     reason why a client could not ask its daemon (:class:`kvstore.errors.UnavailableError`), or None.
 
     ``coming_blocks`` behind ``ready_blocks`` that memory has are being loaded from a slower tier, and expected
-    in ``ready_in_s`` seconds: whoever asks again then will get them.
+    in ``ready_in_s`` seconds: whoever asks again then will get them. An engine waits for ``patience_s`` seconds
+    from its first such answer on, then takes what has come by then, and computes the rest.
     """
 
     failure: str | None = field(default=None, kw_only=True)
     ready_blocks: int = field(default=0, kw_only=True)
     coming_blocks: int = field(default=0, kw_only=True)
     ready_in_s: float = field(default=0.0, kw_only=True)
+
+    @property
+    def patience_s(self) -> float:
+        """Seconds to wait for the coming blocks: longer than expected, but not much."""
+        return PATIENCE * self.ready_in_s + LEAST_PATIENCE_S
 
     @property
     def hit_tokens(self) -> int:

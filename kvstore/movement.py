@@ -142,11 +142,13 @@ class Movement:
         if not room:
             return None
         ids = ids[: room * step]
-        origin = _origin(ids, path) if durable else None  # before anything is evicted
-        self._copies.pin(ids)
+        known = path.tree.match(path.key).block_ids() if durable else ids
+        origin = _origin(ids, known, path) if durable else None  # before anything is evicted
+        self._copies.pin(known)  # what leads to blocks is not let go of to make room for them
         offsets = self._owner.take_slots(target, size_class, len(ids))
-        moving, rest = ids[: len(offsets)], ids[len(offsets) :]
-        self._copies.unpin(rest)
+        moving = ids[: len(offsets)]
+        self._copies.pin(moving)
+        self._copies.unpin(known)
         started = 0
         for start in range(0, len(moving), step):
             part = slice(start, min(start + step, len(moving)))
@@ -261,9 +263,8 @@ class Movement:
         self._owner.discard_corrupt(ids[~spare], move.path)
 
 
-def _origin(ids: Ids, path: Path) -> Origin:
-    """Say where in the prompt the blocks ``ids`` of ``path``, all of which are indexed, stand."""
-    known = path.tree.match(path.key).block_ids()
+def _origin(ids: Ids, known: Ids, path: Path) -> Origin:
+    """Say where in the prompt the blocks ``ids`` stand; ``known`` are all of ``path``."""
     order = np.argsort(known)
     places = order[np.searchsorted(known, ids, sorter=order)]
     return Origin(Prompt(path.tree.namespace, path.key), places)

@@ -325,10 +325,7 @@ class Offload:
         policy = self._copies.tiers[self._index].policy
         if node not in policy:
             policy.arrive(node.path())
-        self._copies.pin(ids)  # or the disk could let go of what leads to these blocks
-        stored = self.store(self._copies.leading_ready(ids), Path.to(node))
-        self._copies.unpin(ids)
-        return stored
+        return self.store(self._copies.leading_ready(ids), Path.to(node))
 
     def keep(self, seconds: float) -> None:
         """Write to the disk what only memory has, but no block without those before it.

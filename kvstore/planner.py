@@ -93,9 +93,6 @@ class _Tier:
         self.largest_bytes = max(self.largest_bytes, num_bytes)
         self.loads += 1
 
-    def estimate(self) -> dict[str, float]:
-        return {"latency_s": self.latency_s, "bytes_per_s": 1 / self.byte_s, "loads": self.loads}
-
 
 class _Prefill:
     """Seconds a token in each bucket, and how many tokens stand behind that: 0 if it was not measured."""
@@ -119,10 +116,6 @@ class _Prefill:
         measured = np.flatnonzero(self.tokens)
         nearest = np.abs(np.arange(len(self.tokens))[:, None] - measured).argmin(axis=1)
         self.token_s = np.clip(self.token_s[measured[nearest]], *TOKEN_S_LIMITS)
-
-    def rates(self) -> dict[str, float]:
-        measured = np.flatnonzero(self.tokens)
-        return {f"{EDGES[bucket]:.0f}": 1 / float(self.token_s[bucket]) for bucket in measured}
 
 
 class Planner:
@@ -219,13 +212,6 @@ class Planner:
         """Return the latency of ``tier`` in seconds, and its bytes a second, measured or assumed."""
         known = self._tier(tier)
         return known.latency_s, 1 / known.byte_s
-
-    def snapshot(self) -> dict[str, dict[str, dict[str, float]]]:
-        """Return ``tiers`` by name; ``tokens_per_s`` by namespace (hex) and first token of measured buckets."""
-        return {
-            "tiers": {name: tier.estimate() for name, tier in self._tiers.items()},
-            "tokens_per_s": {key.hex(): known.rates() for key, known in self._prefills.items()},
-        }
 
     def _tier(self, name: str) -> _Tier:
         defaults = DEFAULT_TIERS.get(name, DEFAULT_TIERS["remote"])

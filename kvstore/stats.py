@@ -35,6 +35,19 @@ class DiskStats:
 
 
 @dataclass(frozen=True)
+class TenantStats:
+    """What a tenant has of the last memory tier, and may have."""
+
+    tenant: str
+    """Empty: all tenants of whom nothing is said, and what belongs to none."""
+    used_bytes: int
+    ceiling_bytes: int | None
+    """None: all."""
+    floor_bytes: int
+    """What others cannot take from it."""
+
+
+@dataclass(frozen=True)
 class PoolStats:
     """A consistent snapshot. ``counts`` only ever grow; their names are in :mod:`kvstore.metrics`."""
 
@@ -50,6 +63,8 @@ class PoolStats:
     counts: dict[tuple[str, ...], int]
     disk: DiskStats | None = None
     """Of the last tier, if that is durable."""
+    tenants: tuple[TenantStats, ...] = ()
+    """Those with a ceiling or floor, then the rest together; none where nothing is said of any."""
 
 
 @dataclass(frozen=True)
@@ -73,19 +88,6 @@ class PinStats:
     """Digest, hex."""
     tokens: int
     num_blocks: int
-
-
-@dataclass(frozen=True)
-class TenantStats:
-    """What a tenant has of the last memory tier, and may have."""
-
-    tenant: str
-    """Empty: all tenants of whom nothing is said, and what belongs to none."""
-    used_bytes: int
-    ceiling_bytes: int | None
-    """None: all."""
-    floor_bytes: int
-    """What others cannot take from it."""
 
 
 @dataclass(frozen=True)
@@ -143,6 +145,7 @@ def status_document(status: DaemonStatus) -> dict[str, Any]:
     document["counts"] = _counts({(name,): value for name, value in status.counts.items()})
     document["pool"] |= {
         "tiers": [asdict(tier) for tier in status.pool.tiers],
+        "tenants": [asdict(tenant) for tenant in status.pool.tenants],
         "counts": _counts(status.pool.counts),
     }
     return document

@@ -292,6 +292,7 @@ class Upkeep:
                 + residency.lifetimes.nbytes,
                 counts=residency.counts + residency.offload.counts(),
                 disk=residency.offload.stats(),
+                tenants=tuple(residency.quotas.stats()) if residency.quotas else (),
             )
 
     def buffer(self, tier: str) -> Any:  # noqa: ANN401  (numpy array or torch tensor)

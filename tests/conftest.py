@@ -1,9 +1,10 @@
-"""Profiles of Hypothesis, and a check that no test leaves threads or descriptors behind."""
+"""Profiles of Hypothesis, a place for files, and a check that no test leaves threads or descriptors behind."""
 
 from __future__ import annotations
 
 import gc
 import os
+import tempfile
 import threading
 from pathlib import Path
 
@@ -51,6 +52,13 @@ def _descriptors() -> set[str]:
 
 def _shared_mappings() -> int:
     return Path("/proc/self/maps").read_text().count("memfd:kvstore")
+
+
+@pytest.fixture
+def path():
+    """A directory that does not exist yet, on a real file system: ``/tmp`` may be memory."""
+    with tempfile.TemporaryDirectory(prefix="kvstore-test-", dir="/var/tmp") as directory:
+        yield Path(directory) / "tier"
 
 
 @pytest.fixture(autouse=True)

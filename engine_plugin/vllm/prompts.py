@@ -150,7 +150,6 @@ def engine_settings(vllm_config: VllmConfig) -> bytes:
         "rope_length": model.max_model_len if depends_on_length else None,
         "quantization": str(model.quantization),
         "kv_dtype": str(cache.cache_dtype),
-        "kv_scales": bool(getattr(cache, "calculate_kv_scales", False)),
         "media": _media_settings(vllm_config),
         "lora_dtype": str(getattr(vllm_config.lora_config, "lora_dtype", None)),
     }

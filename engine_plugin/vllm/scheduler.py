@@ -65,8 +65,6 @@ RETRY_S = 1.0
 """How long after a save that failed before the blocks are handed over again."""
 POLL_S = 0.005
 """How long before the daemon is asked again for blocks that are expected."""
-PATIENCE = 1.5
-"""How long a load from a slower tier is waited for, in times of what the daemon expects."""
 
 
 @dataclass(eq=False)
@@ -293,7 +291,7 @@ class Scheduler:
     def _comes(self, state: _Request, lease: Lease, now: float) -> bool:
         """Whether the daemon asks to wait, while it loads blocks from a slower tier, and there is time for it.
 
-        The first such answer says how long that is: not much more than the daemon expects.
+        The first such answer says how long that is.
         """
         if not lease.coming_blocks or lease.num_blocks or now >= state.load_until:
             return False
@@ -301,7 +299,7 @@ class Scheduler:
             state.load_until = now  # vLLM has them itself
             return True
         if state.load_until == float("inf"):
-            state.load_until = now + PATIENCE * lease.ready_in_s + POLL_S
+            state.load_until = now + lease.patience_s
         state.ask_at = now + max(POLL_S, min(lease.ready_in_s, state.load_until - now))
         self.stats.add(deferred=1)
         return True

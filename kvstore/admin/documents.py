@@ -4,7 +4,7 @@ from typing import Any, Generic, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
-from kvstore.stats import ArenaStats, DiskStats, TierStats
+from kvstore.stats import ArenaStats, DiskStats, TenantStats, TierStats
 
 Item = TypeVar("Item")
 
@@ -52,6 +52,8 @@ class PoolDocument(Document):
     counts: list[Count]
     disk: DiskStats | None = None
     """Of the last tier, if that is durable."""
+    tenants: list[TenantStats] = []
+    """Those with a ceiling or floor, then the rest together; none where nothing is said of any."""
 
 
 class StatusDocument(Document):

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from kvstore.cli.table import Cell
     from kvstore.client.blocking import Client
-    from kvstore.stats import DaemonStatus, DiskStats, PoolStats
+    from kvstore.stats import DaemonStatus, DiskStats, PoolStats, TenantStats, TierStats
 
 SHORTEST_S, LONGEST_S = 0.05, 3600.0
 HEADER_EVERY = 20
@@ -30,15 +30,16 @@ COLUMNS = {
     "lookups/s": 9,
     "hit tok/s": 9,
     "hit %": 5,
-    "lent GB/s": 9,
+    "GB/s out": 8,
     "stored/s": 8,
-    "stored GB/s": 11,
+    "GB/s in": 7,
     "evicted/s": 9,
     "leases": 6,
     "clients": 7,
-    "used %": 6,
+    "mem %": 5,
+    "disk %": 6,
 }
-"""Columns of a line, and their widths. Bytes are blocks times the mean size of a block."""
+"""Columns of a line, and their widths. Bytes are blocks times the mean size of a block in memory."""
 
 
 def interval_option(command: Callable[..., object]) -> Callable[..., object]:
@@ -132,7 +133,7 @@ class Rates:
 def rates(last: DaemonStatus, now: DaemonStatus, block_tokens: int) -> Rates:
     """Return the rates between two statuses of one start of a daemon.
 
-    Engines copy the bytes themselves, so bytes are blocks times the mean size of a resident block.
+    Engines copy the bytes themselves, so bytes are blocks times the mean size of a block in memory.
     """
     seconds = max(now.uptime_s - last.uptime_s, 1e-9)
 
@@ -140,8 +141,9 @@ def rates(last: DaemonStatus, now: DaemonStatus, block_tokens: int) -> Rates:
         grown = count(now.pool, name, misses=misses) - count(last.pool, name, misses=misses)
         return grown / seconds
 
-    used_bytes = sum(tier.used_bytes for tier in now.pool.tiers)
-    block_bytes = used_bytes / max(1, sum(tier.num_blocks for tier in now.pool.tiers))
+    memory, _ = memory_and_disk(now.pool)
+    used_bytes = sum(tier.used_bytes for tier in memory)
+    block_bytes = used_bytes / max(1, sum(tier.num_blocks for tier in memory))
     hit_tokens, stored_blocks = rate("lookup_tokens"), rate("stored_blocks")
     return Rates(
         lookups=rate("lookups"),
@@ -163,6 +165,18 @@ def count(pool: PoolStats, name: str, *, misses: bool = False) -> int:
     )
 
 
+def memory_and_disk(pool: PoolStats) -> tuple[tuple[TierStats, ...], tuple[TierStats, ...]]:
+    """Return the tiers in memory, and those on disk."""
+    num_memory = len(pool.tiers) - (pool.disk is not None)
+    return pool.tiers[:num_memory], pool.tiers[num_memory:]
+
+
+def fullest(tiers: tuple[TierStats, ...]) -> str:
+    """Return how full the fullest of ``tiers`` is, in percent; ``-`` of none."""
+    shares = [tier.used_bytes / max(1, tier.capacity_bytes) for tier in tiers]
+    return percent(max(shares), 1) if shares else "-"
+
+
 def header() -> str:
     """Return the titles of the columns of :func:`line`."""
     return "  ".join(name.rjust(width) for name, width in COLUMNS.items())
@@ -171,8 +185,6 @@ def header() -> str:
 def line(last: DaemonStatus, now: DaemonStatus, block_tokens: int) -> str:
     """Return what happened between two looks as one line below :data:`COLUMNS`."""
     rate = rates(last, now, block_tokens)
-    used = sum(tier.used_bytes for tier in now.pool.tiers)
-    capacity = sum(tier.capacity_bytes for tier in now.pool.tiers)
     cells = (
         f"{rate.lookups:.0f}",
         f"{rate.hit_tokens:.0f}",
@@ -183,13 +195,27 @@ def line(last: DaemonStatus, now: DaemonStatus, block_tokens: int) -> str:
         f"{rate.evicted_blocks:.0f}",
         str(now.pool.num_leases),
         str(now.num_clients),
-        percent(used, capacity),
+        *map(fullest, memory_and_disk(now.pool)),
     )
     return "  ".join(cell.rjust(width) for cell, width in zip(cells, COLUMNS.values(), strict=True))
 
 
 def overview(now: DaemonStatus) -> str:
-    """Return a status for people: what it is, then its tiers, then every counter that is not 0."""
+    """Return a status for people: what it is, its tiers, tenants, and counters that are not 0."""
+    counts = {(name,): value for name, value in now.counts.items()} | now.pool.counts
+    counters: list[list[Cell]] = [
+        [" ".join(key), value] for key, value in sorted(counts.items()) if value
+    ]
+    tables = [
+        (["daemon", ""], _facts(now)),
+        (["tier", "capacity", "used", "full", "blocks"], [*map(_of_tier, now.pool.tiers)]),
+        (["tenant", "used", "floor", "ceiling"], [*map(_of_tenant, now.pool.tenants)]),
+        (["counter", "value"], counters),
+    ]
+    return "\n\n".join(render(headers, rows) for headers, rows in tables if rows)
+
+
+def _facts(now: DaemonStatus) -> list[list[Cell]]:
     pool, arena = now.pool, now.arena
     hits, misses = count(pool, "lookup_tokens"), count(pool, "lookup_tokens", misses=True)
     facts: list[list[Cell]] = [
@@ -216,26 +242,18 @@ def overview(now: DaemonStatus) -> str:
     ]
     if pool.disk is not None:
         facts.append(["disk", _of_disk(pool.disk)])
-    tiers: list[list[Cell]] = [
-        [
-            tier.name,
-            size(tier.capacity_bytes),
-            size(tier.used_bytes),
-            percent(tier.used_bytes, tier.capacity_bytes) + " %",
-            tier.num_blocks,
-        ]
-        for tier in pool.tiers
-    ]
-    counts = {(name,): value for name, value in now.counts.items()} | pool.counts
-    counters: list[list[Cell]] = [
-        [" ".join(key), value] for key, value in sorted(counts.items()) if value
-    ]
-    tables = [
-        render(["daemon", ""], facts),
-        render(["tier", "capacity", "used", "full", "blocks"], tiers),
-        *([render(["counter", "value"], counters)] if counters else []),
-    ]
-    return "\n\n".join(tables)
+    return facts
+
+
+def _of_tier(tier: TierStats) -> list[Cell]:
+    full = percent(tier.used_bytes, tier.capacity_bytes) + " %"
+    return [tier.name, size(tier.capacity_bytes), size(tier.used_bytes), full, tier.num_blocks]
+
+
+def _of_tenant(tenant: TenantStats) -> list[Cell]:
+    ceiling = None if tenant.ceiling_bytes is None else size(tenant.ceiling_bytes)
+    name = tenant.tenant or "(all others)"
+    return [name, size(tenant.used_bytes), size(tenant.floor_bytes), ceiling]
 
 
 def _of_disk(disk: DiskStats) -> str:

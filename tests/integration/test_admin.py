@@ -242,6 +242,7 @@ class TestRoutes:
                 ("", 4096, None, 0),
             ]
             assert page["next"] is None
+            assert get(admin, "/v1/status")["pool"]["tenants"] == page["items"]
 
     def test_retain(self, admin, pool):
         put(pool, range(8))

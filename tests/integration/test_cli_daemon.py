@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from click.testing import CliRunner
@@ -11,7 +12,7 @@ import kvstore
 from kvstore import KVLayout, Namespace
 from kvstore.cli import status as shown
 from kvstore.cli.main import build
-from kvstore.stats import status_document
+from kvstore.stats import DiskStats, TenantStats, status_document
 from kvstore.testing.contracts import PAGE
 from kvstore.testing.daemon import DaemonThread
 
@@ -53,11 +54,15 @@ def test_status(daemon, where):
     assert ["hits", "98.5", "%", "of", "65", "tokens"] in rows
 
 
-def test_a_status_travels_unchanged(daemon):
+def test_a_status_travels_unchanged(daemon, monkeypatch):
+    tenants = (TenantStats("acme", 8192, None, 4096), TenantStats("", 0, None, 0))
+    disk = DiskStats("io_error", "", 0.001, 1e9, 8192)
+    stats = replace(daemon.pool.stats(), tenants=tenants, disk=disk)
+    monkeypatch.setattr(daemon.pool, "stats", lambda: stats)
     with kvstore.connect(daemon.url, access="read", on_failure="raise", deadline_s=10) as client:
         before = status_document(client.status())
     assert set(before) == set(status_document(daemon.server.status()))
-    assert before["pool"]["counts"] == status_document(daemon.server.status())["pool"]["counts"]
+    assert before["pool"] == status_document(daemon.server.status())["pool"]
 
 
 def test_rates_between_two_looks(daemon, capsys):
@@ -74,7 +79,7 @@ def test_rates_between_two_looks(daemon, capsys):
     assert header.split()[0] == "lookups/s"
     assert int(cells["stored/s"]) > 0
     assert (cells["hit tok/s"], cells["hit %"], cells["clients"]) == ("0", "-", "1")
-    assert cells["used %"] == "75.0"
+    assert (cells["mem %"], cells["disk %"]) == ("75.0", "-")
 
 
 def test_explain(daemon, where):

@@ -5,12 +5,10 @@ import select
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from kvstore.namespace import KVLayout, Namespace
 from kvstore.testing import FakeClock, pattern
@@ -126,12 +124,6 @@ class Victim:
         self.process.stdin.close()
         self.process.stdout.close()
         self.process.wait(10)
-
-
-@pytest.fixture
-def path():
-    with tempfile.TemporaryDirectory(prefix="kvstore-crash-", dir="/var/tmp") as directory:
-        yield Path(directory) / "tier"
 
 
 def examine(path):

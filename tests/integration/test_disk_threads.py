@@ -1,9 +1,7 @@
 """Many threads on one disk store: nobody gets another one's bytes, whatever the device does meanwhile."""
 
 import errno
-import tempfile
 import threading
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,12 +16,6 @@ STEPS = 60
 OPTIONS = DiskOptions(8 << 20, 1 << 20, reserve_bytes=0, manifest_bytes=1 << 20, threads=3)
 NAMESPACE = Namespace(b"threads", KVLayout(2, 1, 65, "float16", 4))
 SLOT_BYTES = slot_bytes_of(NAMESPACE)
-
-
-@pytest.fixture
-def path():
-    with tempfile.TemporaryDirectory(prefix="kvstore-threads-", dir="/var/tmp") as directory:
-        yield Path(directory) / "tier"
 
 
 class User(threading.Thread):

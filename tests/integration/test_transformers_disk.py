@@ -4,7 +4,6 @@ import os
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from contextlib import contextmanager
 from functools import partial
@@ -39,12 +38,6 @@ class SlowSystem(System):
         if self.slow:
             Event().wait((SLOWER - 1) * (time.monotonic() - start))
         return moved
-
-
-@pytest.fixture
-def path():
-    with tempfile.TemporaryDirectory(prefix="kvstore-model-", dir="/var/tmp") as directory:
-        yield f"{directory}/tier"
 
 
 @pytest.fixture

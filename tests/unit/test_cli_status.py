@@ -23,7 +23,15 @@ from kvstore.cli.status import duration, line, looks, overview, percent, rates, 
 from kvstore.cli.top import HISTORY, screen
 from kvstore.errors import UnavailableError, UsageError
 from kvstore.explain import Explanation, Segment
-from kvstore.stats import ArenaStats, DaemonStatus, DiskStats, PoolStats, TierStats, status_document
+from kvstore.stats import (
+    ArenaStats,
+    DaemonStatus,
+    DiskStats,
+    PoolStats,
+    TenantStats,
+    TierStats,
+    status_document,
+)
 
 GIB = 1 << 30
 
@@ -243,14 +251,35 @@ def test_rates_are_by_the_daemons_clock():
     assert (rate.stored_blocks, rate.stored_bytes) == (50, 50e6)
     assert rate.evicted_blocks == 10
     assert line(BEFORE, AFTER, 16).split() == [
-        *("10", "3200", "80.0", "0.20", "50", "0.05", "10", "3", "9", "25.0")
+        *("10", "3200", "80.0", "0.20", "50", "0.05", "10", "3", "9", "25.0", "-")
+    ]
+
+
+def with_disk(status):
+    """``status``, with a full ``gpu`` and blocks of 3 MB on disk."""
+    gpu = TierStats("gpu", 1_000_000_000, 1_000_000_000, 1000)
+    disk = TierStats("disk", 12_000_000_000, 9_000_000_000, 3000)
+    how = DiskStats("", "", 0.001, 3 * 2**30, 0)
+    pool = replace(status.pool, tiers=(gpu, *status.pool.tiers, disk), disk=how)
+    return replace(status, pool=pool)
+
+
+def test_memory_and_disk_are_full_each_for_itself():
+    cells = line(with_disk(BEFORE), with_disk(AFTER), 16).split()
+    assert cells[-2:] == ["100.0", "75.0"], "of memory, the fullest tier"
+    assert rates(with_disk(BEFORE), with_disk(AFTER), 16).lent_bytes == 200 * 1e6, "from memory"
+    rows = [row.split() for row in overview(with_disk(AFTER)).splitlines()]
+    assert [row for row in rows if row and row[0] in ("gpu", "dram", "disk")][-3:] == [
+        ["gpu", "953.7", "MiB", "953.7", "MiB", "100.0", "%", "1000"],
+        ["dram", "3.725", "GiB", "953.7", "MiB", "25.0", "%", "1000"],
+        ["disk", "11.18", "GiB", "8.382", "GiB", "75.0", "%", "3000"],
     ]
 
 
 def test_an_empty_daemon_has_no_rates_and_no_errors():
     idle = daemon_status(1.0)
     empty = replace(idle, pool=replace(idle.pool, tiers=(TierStats("dram", 4096, 0, 0),)))
-    expected = ["0", "0", "-", "0.00", "0", "0.00", "0", "3", "9", "0.0"]
+    expected = ["0", "0", "-", "0.00", "0", "0.00", "0", "3", "9", "0.0", "-"]
     assert line(empty, empty, 16).split() == expected
     assert "\nhits         -\n" in overview(empty)
 
@@ -539,3 +568,19 @@ def test_a_status_says_how_the_disk_does():
     said = "reading is off: io_error; 8 KiB set aside as bad; loads are expected to give 3 GiB/s"
     assert said in told
     assert "disk" not in overview(now)
+
+
+def test_a_status_shows_tenants_where_there_are_quotas():
+    now = daemon_status()
+    assert "tenant" not in overview(now)
+    tenants = (TenantStats("acme", GIB, 4 * GIB, GIB >> 1), TenantStats("", 3 * GIB, None, 0))
+    now = replace(now, pool=replace(now.pool, tenants=tenants))
+    rows = [row.split() for row in overview(now).splitlines()]
+    at = rows.index(["tenant", "used", "floor", "ceiling"])
+    assert rows[at + 2 : at + 4] == [
+        ["acme", "1", "GiB", "512", "MiB", "4", "GiB"],
+        ["(all", "others)", "3", "GiB", "0", "B", "-"],
+    ]
+    document = status_document(now)
+    assert json.loads(json.dumps(document)) == document
+    assert [tenant["tenant"] for tenant in document["pool"]["tenants"]] == ["acme", ""]

@@ -2,9 +2,7 @@
 
 import errno
 import shutil
-import tempfile
 from contextlib import suppress
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,13 +21,6 @@ from tests.unit.disk_blocks import (
     prompt,
     put,
 )
-
-
-@pytest.fixture
-def path():
-    """A directory that does not exist yet, on a real file system."""
-    with tempfile.TemporaryDirectory(prefix="kvstore-disk-", dir="/var/tmp") as directory:
-        yield Path(directory) / "tier"
 
 
 class TestFailingCalls:

@@ -29,13 +29,6 @@ from tests.unit.disk_blocks import (
 )
 
 
-@pytest.fixture
-def path():
-    """A directory that does not exist yet, on a real file system."""
-    with tempfile.TemporaryDirectory(prefix="kvstore-disk-", dir="/var/tmp") as directory:
-        yield Path(directory) / "tier"
-
-
 class TestBudget:
     def test_everything_in_the_directory_counts(self, path):
         store = opened(path)

@@ -3,8 +3,6 @@
 import errno
 import shutil
 import sqlite3
-import tempfile
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,13 +17,6 @@ from tests.unit.disk_blocks import BUDGET, SMALL, SMALL_SLOT, everything, opened
 
 LAYOUT = KVLayout(1, 1, 8, "float16", 4)
 KEY = np.arange(4, dtype="<i4").tobytes()
-
-
-@pytest.fixture
-def path():
-    """A directory that does not exist yet, on a real file system."""
-    with tempfile.TemporaryDirectory(prefix="kvstore-disk-", dir="/var/tmp") as directory:
-        yield Path(directory) / "tier"
 
 
 class Watching(FaultySystem):

@@ -1,8 +1,6 @@
 """The disk tier: what is called stored is found again, what is called good is right."""
 
-import tempfile
 import threading
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,13 +22,6 @@ from tests.unit.disk_blocks import (
     prompt,
     put,
 )
-
-
-@pytest.fixture
-def path():
-    """A directory that does not exist yet, on a real file system."""
-    with tempfile.TemporaryDirectory(prefix="kvstore-disk-", dir="/var/tmp") as directory:
-        yield Path(directory) / "tier"
 
 
 class TestWritingAndReading:

@@ -4,12 +4,10 @@ import errno
 import os
 import shutil
 import sqlite3
-import tempfile
 from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from kvstore.testing import FakeClock
 from kvstore.testing.disk import FaultySystem
@@ -31,19 +29,19 @@ from tests.unit.disk_blocks import (
 )
 
 
-@pytest.fixture
-def path():
-    """A directory that does not exist yet, on a real file system."""
-    with tempfile.TemporaryDirectory(prefix="kvstore-disk-", dir="/var/tmp") as directory:
-        yield Path(directory) / "tier"
-
-
 def open_files():
     links = []
     for descriptor in Path("/proc/self/fd").iterdir():
         with suppress(FileNotFoundError):
             links.append(str(descriptor.readlink()))
     return links
+
+
+def put_in_vain(store, first):
+    """Write a prompt of which nothing is stored."""
+    offsets, _, stored = put(store, SMALL, prompt(SMALL, first, 12))
+    assert not stored.any()
+    store.release(SMALL_SLOT, offsets)
 
 
 class TestTrouble:
@@ -60,9 +58,7 @@ class TestTrouble:
         tries = []
         for _ in range(400):
             calls = system.calls.count("write")
-            offsets, _, stored = put(store, SMALL, prompt(SMALL, 1, 12))
-            assert not stored.any()
-            store.release(SMALL_SLOT, offsets)
+            put_in_vain(store, 1)
             if system.calls.count("write") > calls:
                 tries.append(clock.now_s)
             clock.advance(0.5)
@@ -108,13 +104,9 @@ class TestTrouble:
         store = opened(path, clock=clock)
         offsets, blocks, _ = put(store, SMALL, prompt(SMALL, 0, 12))
         path.rename(path.with_name("away"))
-        fresh, _, stored = put(store, SMALL, prompt(SMALL, 1, 12))
-        assert not stored.any()
-        store.release(SMALL_SLOT, fresh)
+        put_in_vain(store, 1)
         clock.advance(2.0)
-        fresh, _, stored = put(store, SMALL, prompt(SMALL, 1, 12))
-        assert not stored.any()
-        store.release(SMALL_SLOT, fresh)
+        put_in_vain(store, 1)
         assert store.troubles["write", "vanished"] == 2
         assert not path.exists(), "never made anew: a mount may be missing"
         assert get(store, offsets, blocks) == ["good"] * 12, "the files are still open"
@@ -125,9 +117,7 @@ class TestTrouble:
         assert stored.all()
         shutil.rmtree(path)
         path.mkdir()
-        offset, _, stored = put(store, SMALL, prompt(SMALL, 2, 12))
-        assert not stored.any()
-        store.release(SMALL_SLOT, offset)
+        put_in_vain(store, 2)
         before = max(store.slots.generations(fresh))
         clock.advance(2.0)
         newest, _, stored = put(store, SMALL, prompt(SMALL, 3, 12))
@@ -210,9 +200,7 @@ class TestTrouble:
         path.mkdir()
         system.missing = True
         for first in range(1, 4):
-            fresh, _, stored = put(store, SMALL, prompt(SMALL, first, 12))
-            assert not stored.any()
-            store.release(SMALL_SLOT, fresh)
+            put_in_vain(store, first)
             clock.advance(61.0)
         assert not list(path.iterdir()), "it may be on a disk that has no room"
         assert get(store, offsets, blocks) == ["good"] * 12
@@ -226,9 +214,7 @@ class TestTrouble:
         path.mkdir()
         (path / "thesis.tex").write_text("mine")
         for first in range(1, 4):
-            fresh, _, stored = put(store, SMALL, prompt(SMALL, first, 12))
-            assert not stored.any()
-            store.release(SMALL_SLOT, fresh)
+            put_in_vain(store, first)
             assert get(store, offsets, blocks) == ["good"] * 12
             clock.advance(61.0)
         assert store.troubles["write", "not_ours"] == 2
@@ -245,9 +231,7 @@ class TestTrouble:
         offsets, blocks, _ = put(store, SMALL, prompt(SMALL, 0, 12))
         shutil.rmtree(path)
         for first in (1, 2):
-            fresh, _, stored = put(store, SMALL, prompt(SMALL, first, 12))
-            assert not stored.any()
-            store.release(SMALL_SLOT, fresh)
+            put_in_vain(store, first)
             clock.advance(2.0)
         assert not [link for link in open_files() if link.startswith(str(path))]
         assert get(store, offsets, blocks) == ["off"] * 12
@@ -280,9 +264,7 @@ class TestReadingGoesOn:
         known = put(store, LARGE, prompt(LARGE, 0, 12))
         system.fault = fault
         for _ in range(10):
-            fresh, _, stored = put(store, SMALL, prompt(SMALL, 1, 12))
-            assert not stored.any()
-            store.release(SMALL_SLOT, fresh)
+            put_in_vain(store, 1)
             assert get(store, *known[:2]) == ["good"] * 12
             assert store.readable
             clock.advance(61.0)
@@ -310,9 +292,7 @@ class TestReadingGoesOn:
         store = opened(path, system, clock)
         known = put(store, LARGE, prompt(LARGE, 0, 12))
         system.fault = fault
-        fresh, _, stored = put(store, SMALL, prompt(SMALL, 1, 12))
-        assert not stored.any()
-        store.release(SMALL_SLOT, fresh)
+        put_in_vain(store, 1)
         clock.advance(2.0)
         assert put(store, SMALL, prompt(SMALL, 2, 12))[2].all(), "all its files are there already"
         assert get(store, *known[:2]) == ["good"] * 12

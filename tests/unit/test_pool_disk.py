@@ -2,9 +2,7 @@
 
 import errno
 import shutil
-import tempfile
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +10,7 @@ import pytest
 from kvstore.assembly import POLICIES
 from kvstore.errors import UsageError
 from kvstore.namespace import KVLayout, Namespace
-from kvstore.offload import engine_of
+from kvstore.offload import WRITE_BACK_FROM, engine_of
 from kvstore.planner import Plan, Planner
 from kvstore.testing import FakeClock, ManualMover, pattern, small_pool
 from kvstore.testing.disk import FaultySystem, fails_at
@@ -26,13 +24,8 @@ SPACE = Namespace(b"weights", KVLayout(1, 1, 256, "float32", WIDTH))
 OPTIONS = DiskOptions(
     8 << 20, segment_bytes=1 << 20, reserve_bytes=0, manifest_bytes=1 << 20, threads=2
 )
-
-
-@pytest.fixture
-def path():
-    """A directory that does not exist yet, on a real file system."""
-    with tempfile.TemporaryDirectory(prefix="kvstore-pool-", dir="/var/tmp") as directory:
-        yield Path(directory) / "tier"
+TIGHT = replace(OPTIONS, budget_bytes=(5 << 20) + (1 << 18))
+"""Room for 21 blocks."""
 
 
 def opened(
@@ -487,51 +480,30 @@ class TestRestart:
     def test_a_smaller_budget_keeps_what_fits(self, path):
         with opened(path, admission="always") as pool:
             put(pool, prompt(0, 30))
-        small = DiskOptions(
-            (5 << 20) + (1 << 18),
-            segment_bytes=1 << 20,
-            reserve_bytes=0,
-            manifest_bytes=1 << 20,
-            threads=2,
-        )
-        with opened(path, options=small) as pool:
+        with opened(path, options=TIGHT) as pool:
             pool.check_invariants()
             left = on_disk(pool)
-            assert left * slot_bytes_of(SPACE) <= small.capacity_bytes
+            assert left * slot_bytes_of(SPACE) <= TIGHT.capacity_bytes
             assert get(pool, prompt(0, 30)) == left
 
 
 class TestPressure:
     def test_the_disk_evicts_leaves_first_and_keeps_to_its_budget(self, path):
         clock = FakeClock()
-        small = DiskOptions(
-            (5 << 20) + (1 << 18),
-            segment_bytes=1 << 20,
-            reserve_bytes=0,
-            manifest_bytes=1 << 20,
-            threads=2,
-        )
-        with opened(path, pages=40, clock=clock, options=small, admission="always") as pool:
+        with opened(path, pages=40, clock=clock, options=TIGHT, admission="always") as pool:
             for number in range(30):
                 put(pool, prompt(number, 8, shared=2))
                 pool.check_invariants()
                 tier = pool.stats().tiers[-1]
                 assert tier.used_bytes <= tier.capacity_bytes
                 files = sum(file.stat().st_blocks * 512 for file in path.iterdir())
-                assert files <= small.budget_bytes
+                assert files <= TIGHT.budget_bytes
             assert get(pool, prompt(29, 8, shared=2)) == 8
             assert pool.stats().counts["evicted_blocks", "disk", "capacity"] > 0
 
     def test_another_size_gets_room_on_a_full_disk(self, path):
         other = Namespace(b"other weights", KVLayout(3, 1, 256, "float32", WIDTH))
-        small = DiskOptions(
-            (5 << 20) + (1 << 18),
-            segment_bytes=1 << 20,
-            reserve_bytes=0,
-            manifest_bytes=1 << 20,
-            threads=2,
-        )
-        with opened(path, pages=64, options=small, admission="always") as pool:
+        with opened(path, pages=64, options=TIGHT, admission="always") as pool:
             for number in range(12):
                 put(pool, prompt(number, 8))
             for number in range(4):
@@ -671,14 +643,7 @@ def test_what_was_to_expire_is_written_once_it_is_for_ever(path):
 class TestWriteBack:
     def tight(self, path, **more):
         """A disk of 21 blocks behind a memory of 40."""
-        small = DiskOptions(
-            (5 << 20) + (1 << 18),
-            segment_bytes=1 << 20,
-            reserve_bytes=0,
-            manifest_bytes=1 << 20,
-            threads=2,
-        )
-        return opened(path, pages=80, options=small, **more)
+        return opened(path, pages=80, options=TIGHT, **more)
 
     def test_no_block_is_written_without_those_before_it(self, path):
         clock = FakeClock()
@@ -704,48 +669,78 @@ class TestWriteBack:
                 get(pool, prompt(number % 11, 6))
                 pool.check_invariants()
 
-    def test_a_block_is_written_as_what_it_is_though_room_is_made_by_those_before_it(self, path):
-        clock, stores = FakeClock(), ManualMover()
-        lanes = Lanes(InlineMover(), InlineMover(), stores)
-        pool = self.tight(path, clock=clock, mover=lanes)
+    def full(self, pool, drain=lambda: None):
+        """Fill the disk: with the start of a prompt whose end is not there, and with others, which are leased.
+
+        Returns the prompt. The disk alone has its start, which is all that could leave there.
+        """
         tokens = prompt(0, 7)
         head = tokens[: 5 * WIDTH + 1]
         put(pool, head)
+        drain()
         assert get(pool, head) == 5
-        stores.drain()
-        pool.demote(SPACE, head, "dram")  # on disk alone
-        residency = pool._residency
-        tail = pool.reserve(SPACE, tokens)
-        pool.abort(tail)
-        residency.offload.rules.planner.plan = lambda *_: Plan(0, 0.0, 1.0)  # not loaded
         put(pool, tokens)
-        residency.offload.rules.planner.plan = lambda *a: Plan(a[5], 0.0, 1.0)
-        for number in range(1, 6):
+        for number in range(1, 5):
             put(pool, prompt(number, 4))
-            get(pool, prompt(number, 4))
-            stores.drain()
+            drain()
+            assert get(pool, prompt(number, 4)) == 4
+            pool.acquire(SPACE, prompt(number, 4))
+        for tier in pool.tier_names[:-1]:
+            assert pool.demote(SPACE, head, tier) == 5
+        disk = pool.stats().tiers[-1]
+        assert disk.num_blocks == 21
+        assert disk.used_bytes == disk.capacity_bytes
+        return tokens
+
+    def test_what_leads_to_a_block_is_not_let_go_of_to_write_it(self, path):
+        with self.tight(path) as pool:
+            tokens = self.full(pool)
+            put(pool, prompt(10, 18))
+            assert pool.lookup(SPACE, tokens) == 7 * WIDTH
+            memory = pool.stats().tiers[0]
+            assert memory.used_bytes >= WRITE_BACK_FROM * memory.capacity_bytes, "it was tried"
             pool.check_invariants()
-        copy = path.with_name("copy")
-        shutil.copytree(path, copy)
-        pool.close()
+
+    def test_a_block_is_written_as_what_it_is_though_room_is_made_by_those_before_it(self, path):
+        clock, memory = FakeClock(), ManualMover()
+        lanes = Lanes(memory, InlineMover(), InlineMover())
+        late = []
+
+        def drain():
+            """Run all moves within memory but those of the prompt's end."""
+            if on_disk(pool) == 5 and not late:
+                late.append(memory.jobs.popleft())
+            memory.drain()
+
+        rules = DiskRules("always", WriteBudget(clock, 0), Planner(clock, mode="always"))
+        disk = DiskStore(path, TIGHT, clock)
+        with small_pool(80, 80, disk=disk, rules=rules, clock=clock, mover=lanes) as pool:
+            tokens = self.full(pool, drain)
+            assert pool.stats().tiers[1].num_blocks == 16, "of the others"
+            late.pop()()
+            pool.check_invariants()
+            copy = path.with_name("copy")
+            shutil.copytree(path, copy)
+            kept = on_disk(pool)
         with opened(copy) as again:
+            assert on_disk(again) == kept
             get(again, tokens)
-            for number in range(1, 6):
-                get(again, prompt(number, 4))
+            for number in range(1, 5):
+                assert get(again, prompt(number, 4)) == 4
 
     def test_what_a_load_would_push_out_is_written_before(self, path):
-        clock = FakeClock()
-        with opened(path, pages=40, clock=clock) as pool:
-            put(pool, prompt(0, 10))
-            get(pool, prompt(0, 10))
-            pool.demote(SPACE, prompt(0, 10), "dram")
-            put(pool, prompt(1, 19))
-            clock.advance(1.0)
-            assert get(pool, prompt(0, 10)) == 10
-            assert get(pool, prompt(1, 2)) == 2, (
-                "its leaves were let go of, after they were written"
-            )
-            assert pool.stats().counts["evicted_blocks", "dram", "copy_elsewhere"] > 0
+        with opened(path, pages=40) as pool:  # 20 blocks of memory
+            for number, count in ((0, 3), (1, 2)):
+                put(pool, prompt(number, count))
+                assert get(pool, prompt(number, count)) == count
+                assert pool.demote(SPACE, prompt(number, count), "dram") == count
+            for number in range(10, 27):
+                put(pool, prompt(number, 1))
+            assert get(pool, prompt(0, 3)) == 3
+            assert (in_memory(pool), on_disk(pool)) == (20, 5), "memory is full by that load"
+            assert get(pool, prompt(1, 2)) == 2
+            assert pool.stats().counts["evicted_blocks", "dram", "copy_elsewhere"] == 2
+            assert [get(pool, prompt(number, 1)) for number in (10, 11)] == [1, 1]
 
 
 class TestRealMovers:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from kvstore.errors import (  # noqa: E402
     UnavailableError,
     UsageError,
 )
+from kvstore.lease import LEAST_PATIENCE_S, PATIENCE  # noqa: E402
 from kvstore.namespace import KVLayout, Namespace  # noqa: E402
 from kvstore.testing import FakeClock, small_pool  # noqa: E402
 
@@ -25,8 +28,8 @@ KV = torch.arange(2 * 12 * 8, dtype=torch.float32).reshape(1, 2, 1, 12, 8)
 
 
 def prefixes(store, **options):
-    options = {"verify": "never", "on_failure": "recompute"} | options
-    return PrefixStore(store, clock=time.perf_counter, **options)
+    given = {"verify": "never", "on_failure": "recompute", "clock": time.perf_counter}
+    return PrefixStore(store, **given | options)
 
 
 def raising(error):
@@ -81,6 +84,27 @@ def test_the_reason_of_a_commit_that_ended_the_reservation_is_the_one_that_count
         with pytest.raises(UnavailableError):
             wrapped.save(NAMESPACE, np.arange(100, 109, dtype=np.int32), KV, RequestStats())
         assert pool.stats().num_reservations == 0
+
+
+@pytest.mark.parametrize(("comes_after_s", "hit_tokens"), [(2.0, 8), (2.9, 8), (3.1, 0)])
+def test_a_load_is_waited_for_a_little_longer_than_expected(comes_after_s, hit_tokens):
+    clock = FakeClock()
+    with small_pool(4, clock=clock) as pool:
+        wrapped = prefixes(pool, clock=clock)
+        wrapped.save(NAMESPACE, TOKENS, KV, RequestStats())
+        acquire = pool.acquire
+
+        def load(namespace, tokens, *, may_wait=False):
+            if clock() >= comes_after_s:
+                return acquire(namespace, tokens)
+            nothing = acquire(namespace, TOKENS[:1])
+            return replace(nothing, coming_blocks=2, ready_in_s=2.0) if may_wait else nothing
+
+        pool.acquire = load
+        wrapped._pause = SimpleNamespace(wait=clock.advance)
+        assert wrapped.load(NAMESPACE, TOKENS, KV.clone(), RequestStats()) == hit_tokens
+        assert clock() <= PATIENCE * 2.0 + LEAST_PATIENCE_S + 1e-9
+        assert wrapped.counts["late"] == (not hit_tokens)
 
 
 def test_what_is_stored_has_its_priority_and_its_time():

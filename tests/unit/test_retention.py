@@ -402,6 +402,9 @@ def test_quotas_are_settings(tmp_path):
         (tenant, rest) = pool.tenants()
         assert (tenant.tenant, tenant.ceiling_bytes, tenant.floor_bytes) == ("a", 8192, 4096)
         assert rest.tenant == ""
+        assert pool.stats().tenants == (tenant, rest)
+    with kvstore.open(dram="64KiB", prefault=False) as pool:
+        assert pool.stats().tenants == ()
     with kvstore.open(dram="64KiB", prefault=False, tenants={"a": {"floor": "4KiB"}}) as pool:
         assert pool.tenants()[0].floor_bytes == 4096
     for wrong, complaint in (

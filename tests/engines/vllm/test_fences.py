@@ -260,7 +260,7 @@ def configuration(
         architectures=list(architectures),
         multimodal_config=None,
     )
-    cache = SimpleNamespace(cache_dtype=kv_dtype, calculate_kv_scales=True)
+    cache = SimpleNamespace(cache_dtype=kv_dtype)
     return SimpleNamespace(model_config=model, cache_config=cache, lora_config=None)
 
 
