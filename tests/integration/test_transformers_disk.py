@@ -43,7 +43,7 @@ class SlowSystem(System):
 @pytest.fixture
 def patient(monkeypatch):
     """Have a load waited for however busy the machine is."""
-    monkeypatch.setattr("engine_plugin.prefix.PATIENCE", 10_000)
+    monkeypatch.setattr("kvstore.lease.PATIENCE", 10_000)
 
 
 def opened(path, **settings):
