@@ -86,6 +86,10 @@ class Origin:
         """Return the origin of some of the blocks."""
         return Origin(self.prompt, self.positions[which], self.plain[which])
 
+    def as_plain(self) -> Origin:
+        """Return the origin of the same blocks, all of which the codec refuses."""
+        return Origin(self.prompt, self.positions, np.ones(len(self.positions), bool))
+
     def identities(self, checksums: NDArray[np.uint64]) -> list[BlockIdentity]:
         """Name the blocks, whose checksums are uint64 ``[num_blocks]``."""
         return self.prompt.identities(self.positions, checksums, self.plain)
@@ -120,7 +124,7 @@ class Move:
     source_offsets: NDArray[np.int64]
     target: int
     target_offsets: NDArray[np.int64]
-    size_class: int
+    block_bytes: int
     drop_source: bool
     path: Path | None = None
     """Where the blocks belong; None within a tier."""
@@ -146,7 +150,7 @@ class Outcome(NamedTuple):
     another writer's bytes were read."""
 
 
-def copy_blocks(move: Move, tiers: Sequence[Tier], block_bytes: int) -> Outcome:
+def copy_blocks(move: Move, tiers: Sequence[Tier]) -> Outcome:
     """Copy the bytes of ``move``.
 
     Raises:
@@ -155,40 +159,40 @@ def copy_blocks(move: Move, tiers: Sequence[Tier], block_bytes: int) -> Outcome:
     """
     source, target = tiers[move.source].store, tiers[move.target].store
     if isinstance(target, DiskStore):
-        return _write(move, _on_the_host(source), target, block_bytes)
+        return _write(move, _on_the_host(source), target)
     if isinstance(source, DiskStore):
-        return _read(move, source, _on_the_host(target), block_bytes)
-    sums = _copied(move, source, target, block_bytes)
+        return _read(move, source, _on_the_host(target))
+    sums = _copied(move, source, target)
     done = np.ones(len(move.ids), bool)
     return Outcome(sums, done, ~done, ~done, ~done)
 
 
-def _copied(move: Move, source: Store, target: Store, block_bytes: int) -> NDArray[np.uint64]:
+def _copied(move: Move, source: Store, target: Store) -> NDArray[np.uint64]:
     """Copy from memory to memory; return the checksums of what passed through the host's."""
     if move.source == move.target:
-        source.relocate(move.source_offsets, move.target_offsets, block_bytes)
+        source.relocate(move.source_offsets, move.target_offsets, move.block_bytes)
         if not isinstance(target, DramStore):
             return np.full(len(move.ids), NO_CHECKSUM, np.uint64)
-        return _checksums(target.blocks(move.target_offsets, block_bytes))
+        return _checksums(target.blocks(move.target_offsets, move.block_bytes))
     if isinstance(target, DramStore):
-        source.read_into(move.source_offsets, target.blocks(move.target_offsets, block_bytes))
-        return _checksums(target.blocks(move.target_offsets, block_bytes))
+        source.read_into(move.source_offsets, target.blocks(move.target_offsets, move.block_bytes))
+        return _checksums(target.blocks(move.target_offsets, move.block_bytes))
     blocks = _on_the_host(source).blocks
-    target.write_from(move.target_offsets, blocks(move.source_offsets, block_bytes))
-    return _checksums(blocks(move.source_offsets, block_bytes))
+    target.write_from(move.target_offsets, blocks(move.source_offsets, move.block_bytes))
+    return _checksums(blocks(move.source_offsets, move.block_bytes))
 
 
-def _write(move: Move, source: DramStore, target: DiskStore, block_bytes: int) -> Outcome:
+def _write(move: Move, source: DramStore, target: DiskStore) -> Outcome:
     """Write blocks whose bytes are still what their writer wrote."""
     assert move.origin is not None
     assert move.known is not None
-    sums = _checksums(source.blocks(move.source_offsets, block_bytes))
+    sums = _checksums(source.blocks(move.source_offsets, move.block_bytes))
     right = np.flatnonzero((move.known < FIRST_CHECKSUM) | (move.known == sums))
     written, refused = np.zeros(len(move.ids), bool), np.zeros(len(move.ids), bool)
     if len(right):
         origin = move.origin
         named = origin.identities(np.where(origin.is_exact, sums, np.uint64(NO_CHECKSUM)))
-        payloads = list(source.blocks(move.source_offsets, slot_bytes(block_bytes)))
+        payloads = list(source.blocks(move.source_offsets, slot_bytes(move.block_bytes)))
         written[right], refused[right] = target.write(
             move.target_offsets[right],
             [named[at] for at in right.tolist()],
@@ -198,20 +202,20 @@ def _write(move: Move, source: DramStore, target: DiskStore, block_bytes: int) -
     return Outcome(sums, written, none, refused, none)
 
 
-def _read(move: Move, source: DiskStore, target: DramStore, block_bytes: int) -> Outcome:
+def _read(move: Move, source: DiskStore, target: DramStore) -> Outcome:
     """Read blocks; what is there is compared with what must be there."""
     assert move.origin is not None
     assert move.known is not None
     known = np.where(move.origin.is_exact, move.known, np.uint64(NO_CHECKSUM))
     named = move.origin.identities(known)
-    payloads = list(target.blocks(move.target_offsets, slot_bytes(block_bytes)))
+    payloads = list(target.blocks(move.target_offsets, slot_bytes(move.block_bytes)))
     verdicts = source.read(move.source_offsets, named, payloads)
     good = np.array([verdict == GOOD for verdict in verdicts])
     lost = np.array([verdict not in (GOOD, "off") for verdict in verdicts])
     sums = np.where(good, known, np.uint64(NO_CHECKSUM))
     changed = known < FIRST_CHECKSUM
     for at in np.flatnonzero(good & changed).tolist():
-        sums[at] = checksum_of(payloads[at][:block_bytes])
+        sums[at] = checksum_of(payloads[at][: move.block_bytes])
     return Outcome(sums, good, lost, np.zeros(len(good), bool), changed)
 
 
