@@ -101,9 +101,7 @@ class Copies:
             return len(sizes) - 1
         used = self.table.size_classes[self.table.states != BlockState.FREE]
         unused = np.setdiff1d(np.arange(MAX_SIZE_CLASSES), used)
-        if plain or not len(
-            unused
-        ):  # what no block has, one that is being made may be about to get
+        if plain or not len(unused):  # a new block may be about to get it
             raise TooLargeError(
                 f"blocks of {MAX_SIZE_CLASSES} sizes are stored: no other size fits before some leave"
             )

@@ -2,6 +2,7 @@
 
 import tempfile
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import ml_dtypes
@@ -10,11 +11,13 @@ import pytest
 
 import kvstore.copies
 import kvstore.movement
+from kvstore.errors import TooLargeError
 from kvstore.namespace import KVLayout, Namespace
 from kvstore.planner import Planner
 from kvstore.testing import FakeClock, ManualMover, small_pool
-from kvstore.tiers.disk import DiskOptions, DiskStore, slot_bytes_of
+from kvstore.tiers.disk import DiskOptions, DiskStore, slot_bytes_of, slots
 from kvstore.tiers.disk.manifest import LOG_BYTES
+from kvstore.tiers.moves import Origin, Prompt
 from kvstore.tiers.rules import DiskRules, WriteBudget
 
 WIDTH = 32
@@ -156,9 +159,10 @@ class TestBothForms:
             pool.check_invariants()
 
     def test_blocks_that_leave_while_they_are_refused_leave_nothing_behind(self, path, monkeypatch):
-        original = kvstore.movement.copy_blocks
+        original, sizes = kvstore.movement.copy_blocks, []
 
         def copied(move, tiers):
+            sizes.append(len(move.ids))
             outcome = original(move, tiers)
             if outcome.refused.any():
                 pool.clear()
@@ -168,6 +172,7 @@ class TestBothForms:
         with opened(path) as pool:
             put(pool, 0, 6)
             pool.check_invariants()
+            assert sizes == [6], "nothing is written for nobody"
             assert on_disk(pool) == (0, 0)
             assert not pool._residency.movement.moves
             assert pool._residency.table.num_blocks == 0
@@ -186,6 +191,45 @@ class TestBothForms:
             mover.drain()
             assert movement.queued_bytes(1) == 0
             assert get(pool, 0, 6) == 6
+
+    def test_pieces_have_about_so_many_bytes_whatever_the_forms(self, path, monkeypatch):
+        monkeypatch.setattr(kvstore.movement, "PIECE_BYTES", 3 * PAGES * 4096)
+        with opened(path) as pool:
+            put(pool, 0, 8)
+        mover = ManualMover()
+        with opened(path, mover=mover) as pool:
+            pool.acquire(SPACE, prompt(0, 8), may_wait=True)
+            sizes = sorted(len(move.ids) for move in pool._residency.movement.moves)
+            assert sizes == [2, 3, 3]
+            mover.drain()
+            assert get(pool, 0, 8) == 8
+
+    def test_what_a_load_costs_is_what_its_blocks_have(self, path):
+        with opened(path) as pool:
+            put(pool, 0, 6)
+        mover = ManualMover()
+        with opened(path, mover=mover) as pool:
+            planner, asked = pool._residency.offload.rules.planner, []
+            plan = planner.plan
+            planner.plan = lambda *given: asked.append(given[3:]) or plan(*given)
+            pool.acquire(SPACE, prompt(0, 3), may_wait=True)
+            pool.acquire(SPACE, prompt(0, 6), may_wait=True)
+            assert asked == [
+                (-(-(2 * CODED + PLAIN) // 3), "disk", 3, 0),
+                (-(-(2 * CODED + PLAIN) // 3), "disk", 3, 0),
+            ]
+            mover.drain()
+
+    def test_a_disk_is_measured_by_slots_of_one_size(self, path):
+        with opened(path) as pool:
+            put(pool, 0, 6, noise={0, 1})
+        mover, tried = ManualMover(), []
+        with opened(path, mover=mover) as pool:
+            disk = pool._residency.tiers[-1].disk
+            read = disk.try_reading
+            disk.try_reading = lambda offset, size: tried.append(size) or read(offset, size)
+            mover.drain()
+            assert tried == [4096, 2 * PLAIN]
 
 
 class TestRoom:
@@ -216,18 +260,23 @@ class TestRoom:
             assert blocks * CODED <= used <= min(blocks * PLAIN, 300 * 4096)
             assert blocks >= 24
 
-    def test_a_plain_block_takes_the_place_of_the_end_of_what_was_used_longest_ago(self, path):
-        """A whole slab is let go of only where no block of the victim has the size."""
-        with opened(path, disk_pages=9 * 60, blocks=80, max_slabs=4) as pool:
-            number = 0
-            while on_disk(pool)[0] == 8 * number:
+    def test_a_plain_block_takes_the_place_of_one_that_was_used_longest_ago(
+        self, path, monkeypatch
+    ):
+        """A whole slab is let go of only where no block of the victim has the size that is wanted."""
+        monkeypatch.setattr(slots, "_Layout", partial(slots._Layout, max_slabs=4))
+        pages = 4 * 30 * PLAIN // 4096  # three slabs of 33 coded ones, 32 plain ones
+        with opened(path, disk_pages=pages, blocks=20) as pool:
+            for number in range(15):
                 put(pool, number, 8)
-                pool.demote(SPACE, prompt(number, 8), "dram")
-                number += 1
-            pool.check_invariants()
-            left = [pool.lookup(SPACE, prompt(older, 8)) // WIDTH for older in range(number)]
-            assert sum(left) >= 8 * number - 24
-            assert left[-1] == 8
+            assert on_disk(pool)[0] == 15 * 8
+            assert get(pool, 0, 8) == 8
+            for number in range(15, 19):
+                put(pool, number, 8)
+                pool.check_invariants()
+                found = [pool.lookup(SPACE, prompt(n, 8)) // WIDTH for n in range(number)]
+                incomplete = [n for n, left in enumerate(found) if left < 8]
+                assert incomplete == [*range(1, number - 14)], "what was used longest ago"
 
     def test_what_is_written_again_is_paid_for_by_its_size(self, path):
         with opened(path, bytes_per_s=PLAIN) as pool:  # ten of them at once
@@ -236,6 +285,15 @@ class TestRoom:
             put(pool, 1, 8, noise=set())
             assert on_disk(pool) == (8 + 2 * PLAIN // CODED, 8 * PLAIN + 2 * PLAIN // CODED * CODED)
             pool.check_invariants()
+
+    def test_what_is_written_of_both_forms_is_paid_for_by_the_size_of_each(self, path):
+        with opened(path, bytes_per_s=(6 * CODED + 2 * PLAIN) / 10) as pool:
+            put(pool, 0, 4, noise={0})
+            residency = pool._residency
+            ids = residency.find(SPACE, prompt(0, 4).astype("<i4").tobytes()).ids
+            residency.copies.drop(1, ids)
+            assert get(pool, 0, 4, noise={0}) == 4
+            assert on_disk(pool) == (4, 3 * CODED + PLAIN)
 
     def test_sizes_that_cannot_be_told_apart_any_more(self, path, monkeypatch):
         monkeypatch.setattr(kvstore.copies, "MAX_SIZE_CLASSES", 1)
@@ -247,6 +305,35 @@ class TestRoom:
             put(pool, 1, 6, noise=set())
             assert on_disk(pool) == (10, 10 * CODED), "what was not written is not paid for"
             assert get(pool, 0, 6) == 6
+
+
+def test_a_budget_counts_the_bytes_of_each_block():
+    clock = FakeClock()
+    budget = WriteBudget(clock, 10)  # a hundred at once
+    assert budget.take(np.array([60, 30, 20, 5])) == 2
+    assert budget.take(np.array([11])) == 0
+    assert budget.take(np.array([10])) == 1
+    budget.give_back(-20)
+    clock.advance(2.5)
+    assert budget.take(np.array([1] * 9)) == 5
+    budget.give_back(3)
+    assert budget.take(np.array([1] * 9)) == 3
+
+
+def test_a_refused_block_takes_no_number_that_a_new_one_may_be_about_to_get(monkeypatch):
+    monkeypatch.setattr(kvstore.copies, "MAX_SIZE_CLASSES", 1)
+    with small_pool(PAGES) as pool:
+        copies, other = pool._residency.copies, replace(SPACE, layout=KVLayout(1, 1, 1, "int8"))
+        assert copies.size_class(SPACE) == copies.size_class(other) == copies.size_class(SPACE)
+        with pytest.raises(TooLargeError):
+            copies.size_class(SPACE, plain=True)
+
+
+def test_which_blocks_come_back_to_the_bit():
+    plain = np.array([False, True])
+    for codec, exact in (("int8", [False, True]), ("lz4", [True, True]), (None, [True, True])):
+        prompt_of = Prompt(replace(SPACE, codec=codec), prompt(0, 2).tobytes())
+        assert Origin(prompt_of, np.arange(2), plain).is_exact.tolist() == exact
 
 
 class TestLossy:

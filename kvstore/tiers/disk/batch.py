@@ -109,9 +109,7 @@ class Batch:
         """Write neighbouring blocks, one by one where not all can be written; return an error if any."""
         error = self._write(run)
         if error is not None and error.errno in SPOT_ERRORS:
-            return self._one_by_one(
-                [index for index in run if not self.refused[index]], self._write, error
-            )
+            return self._one_by_one(run, self._write, error)
         return error
 
     def read_run(self, run: list[int]) -> OSError | None:
