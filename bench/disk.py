@@ -27,7 +27,8 @@ import kvstore
 from bench.report import Row, row
 from kvstore.host import file_system
 from kvstore.namespace import KVLayout, Namespace
-from kvstore.tiers.disk import DiskOptions, DiskStore, identities, slot_bytes_of
+from kvstore.testing.disk import identities
+from kvstore.tiers.disk import DiskOptions, DiskStore, slot_bytes_of
 from kvstore.tiers.memory import Region
 
 if TYPE_CHECKING:
@@ -114,9 +115,9 @@ class Sides:
         self._prompts += 1
         tokens = np.arange(self.count * BLOCK_TOKENS, dtype=np.int32)
         tokens[0] = self._prompts
-        self.blocks[place] = list(identities(self.namespace, tokens.tobytes()))
+        self.blocks[place] = identities(self.namespace, tokens.tobytes())
         self.offsets[place] = self.store.allocate(self.slot_size, self.count)
-        assert self.store.write(self.offsets[place], self.blocks[place], self.memory).all()
+        assert self.store.write(self.offsets[place], self.blocks[place], self.memory).stored.all()
 
     def read(self, number: int) -> None:
         """Read a batch."""

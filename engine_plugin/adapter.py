@@ -56,7 +56,7 @@ class ModelAdapter:
         *,
         tenant: str | None,
         salt: str | None,
-        codec: Literal["int8", "fp8"] | None = None,
+        codec: Literal["lz4", "int8", "fp8"] | None = None,
     ) -> None:
         """Probe ``model``; :class:`UsageError` says why it cannot be cached."""
         self._model, self._tenant, self._salt, self._codec = model, tenant, salt, codec

@@ -82,7 +82,7 @@ class CachedModel:
         *,
         tenant: str | None = None,
         salt: str | None = None,
-        codec: Literal["int8", "fp8"] | None = None,
+        codec: Literal["lz4", "int8", "fp8"] | None = None,
         priority: int = NORMAL_PRIORITY,
         ttl_s: float | None = None,
         chunk_tokens: int = 2048,
@@ -97,8 +97,9 @@ class CachedModel:
             store: where blocks are kept: what :func:`kvstore.open` or :func:`kvstore.connect` return.
             tenant: whose blocks these are; nobody else hits them.
             salt: any further distinction, as of state that no fingerprint sees.
-            codec: lets slower tiers store blocks with a bounded loss, in half of the bytes or fewer: answers
-                then may differ from the model's own. By default every bit comes back.
+            codec: has the disk store blocks in fewer bytes: ``lz4`` without loss, in some 6 to 12 % fewer;
+                ``int8`` and ``fp8`` with a bounded loss, in half of them or fewer: answers then may differ from
+                the model's own. By default every bit comes back.
             priority: 0 to 100: what is stored with a lower one is evicted first.
             ttl_s: seconds after which what was stored expires; None: never.
             chunk_tokens: most prompt tokens of one forward pass.

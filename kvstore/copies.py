@@ -43,6 +43,8 @@ class SizeClass(NamedTuple):
     """Of a block's slot in each tier."""
     group: str
     """Of tenants (:mod:`kvstore.quotas`)."""
+    plain: bool
+    """Whether the disk stores them as they are, since the codec of their namespace refuses them."""
 
 
 @dataclass(eq=False)
@@ -79,15 +81,19 @@ class Copies:
 
     # -- sizes ----------------------------------------------------------------------------------
 
-    def size_class(self, namespace: Namespace) -> int:
+    def size_class(self, namespace: Namespace, *, plain: bool = False) -> int:
         """Number that stands for sizes and group of a block; those of no block are used again.
+
+        Args:
+            namespace: of the block.
+            plain: whether its codec has refused the block. In memory that makes no difference.
 
         Raises:
             TooLargeError: blocks of too many sizes are there.
         """
         sizes, group = self._size_classes, self.quotas.group_of(namespace.tenant)
-        slot_sizes = tuple(tier.slot_bytes(namespace) for tier in self.tiers)
-        size = SizeClass(namespace.layout.block_bytes, slot_sizes, group)
+        slot_sizes = tuple(tier.slot_bytes(namespace, plain=plain) for tier in self.tiers)
+        size = SizeClass(namespace.layout.block_bytes, slot_sizes, group, plain)
         if size in sizes:
             return sizes.index(size)
         if len(sizes) < MAX_SIZE_CLASSES:
@@ -95,7 +101,7 @@ class Copies:
             return len(sizes) - 1
         used = self.table.size_classes[self.table.states != BlockState.FREE]
         unused = np.setdiff1d(np.arange(MAX_SIZE_CLASSES), used)
-        if not len(unused):
+        if plain or not len(unused):  # a new block may be about to get it
             raise TooLargeError(
                 f"blocks of {MAX_SIZE_CLASSES} sizes are stored: no other size fits before some leave"
             )
@@ -117,6 +123,16 @@ class Copies:
     def largest_slot(self, index: int) -> int:
         """Bytes of the largest slot in tier ``index`` of any size class."""
         return max(size.slot_bytes[index] for size in self._size_classes)
+
+    def slot_sizes(self, index: int, ids: Ids) -> NDArray[np.int64]:
+        """Bytes of a slot in tier ``index`` for each of ``ids``."""
+        numbers, which = np.unique(self.table.size_classes[ids], return_inverse=True)
+        return np.array([self.slot_size(index, n) for n in numbers.tolist()], np.int64)[which]
+
+    def are_plain(self, ids: Ids) -> NDArray[np.bool_]:
+        """Which of ``ids`` the disk stores as they are, though their namespace has a codec."""
+        numbers, which = np.unique(self.table.size_classes[ids], return_inverse=True)
+        return np.array([self.size(n).plain for n in numbers.tolist()], np.bool_)[which]
 
     def bytes_of(self, index: int, ids: Ids) -> int:
         """Bytes of one slot in tier ``index`` for each of ``ids``."""
@@ -145,7 +161,8 @@ class Copies:
     def free(self, ids: Ids) -> None:
         """Give rows and slots of ``ids``, which nobody uses, back."""
         for index in range(len(self.tiers)):
-            self._release(index, ids[self.table.slots[index, ids] != NO_SLOT])
+            here = ids[self.have(index, ids)]
+            self.give_back(index, here, self.offsets(index, here))
         self.table.free(ids)
 
     def leading_ready(self, ids: Ids) -> Ids:
@@ -196,7 +213,7 @@ class Copies:
 
     def drop(self, index: int, ids: Ids) -> None:
         """Free the slots that ``ids`` have in tier ``index``; each must have a copy elsewhere."""
-        self._release(index, ids)
+        self.give_back(index, ids, self.offsets(index, ids))
         self.table.slots[index, ids] = NO_SLOT
 
     # -- slots ----------------------------------------------------------------------------------
@@ -207,20 +224,16 @@ class Copies:
         self.count_use(index, size_class, len(offsets))
         return offsets
 
-    def give_back(self, index: int, size_class: int, offsets: NDArray[np.int64]) -> None:
-        """Free slots of tier ``index`` in which no block is."""
-        self.tiers[index].arena.release(self.slot_size(index, size_class), offsets)
-        self.count_use(index, size_class, -len(offsets))
+    def give_back(self, index: int, ids: Ids, offsets: NDArray[np.int64]) -> None:
+        """Free slots of tier ``index`` that were taken for ``ids``, one for each."""
+        classes = self.table.size_classes[ids]
+        for size_class in set(classes.tolist()):
+            mine = offsets[classes == size_class]
+            self.tiers[index].arena.release(self.slot_size(index, size_class), mine)
+            self.count_use(index, size_class, -len(mine))
 
     def count_use(self, index: int, size_class: int, count: int) -> None:
         """Note that ``count`` slots of tier ``index`` were taken, or given back if that is negative."""
         if index + 1 == self.num_memory:
             size = self._size_classes[size_class]
             self.quotas.used_bytes[size.group] += count * size.slot_bytes[index]
-
-    def _release(self, index: int, ids: Ids) -> None:
-        if not len(ids):
-            return
-        classes = self.table.size_classes[ids]
-        for size_class in set(classes.tolist()):
-            self.give_back(index, size_class, self.offsets(index, ids[classes == size_class]))

@@ -57,16 +57,15 @@ def _check_slots(residency: Residency, index: int, tier: Tier) -> None:
     table, copies = residency.table, residency.copies
     rows = np.flatnonzero(table.slots[index] != NO_SLOT)
     starts = [table.slots[index, rows].astype(np.int64) * ALIGNMENT]
-    sizes = [copies.slot_size(index, int(number)) for number in table.size_classes[rows]]
+    sizes = copies.slot_sizes(index, rows.astype(np.int32)).tolist()
     for move in residency.movement.moves:
         if move.target == index:
             starts.append(move.target_offsets)
-            sizes += [copies.slot_size(index, move.size_class)] * len(move.target_offsets)
+            sizes += copies.slot_sizes(index, move.ids).tolist()
     for refill in residency.refills:
         if refill.tier == index:
             starts.append(refill.offsets)
-            size_class = copies.class_of(refill.ids[0])
-            sizes += [copies.slot_size(index, size_class)] * len(refill.offsets)
+            sizes += copies.slot_sizes(index, refill.ids).tolist()
     taken = np.concatenate(starts)
     assert len(np.unique(taken)) == len(taken), "3: no two blocks share a slot"
     assert tier.arena.used_bytes == sum(sizes), "3: used slots are those of blocks and moves"

@@ -43,8 +43,11 @@ PIECE_BYTES = 32 << 20
 class Owner(Protocol):
     """Who makes room for blocks, and forgets them."""
 
-    def take_slots(self, index: int, size_class: int, count: int) -> NDArray[np.int64]:
-        """Up to ``count`` slots of tier ``index``, evicting what the policy says."""
+    def slots_for(self, index: int, ids: Ids) -> NDArray[np.int64]:
+        """Slots of tier ``index`` for the first ones of pinned ``ids``, evicting what the policy says."""
+
+    def refused(self, index: int, ids: Ids, path: Path) -> NDArray[np.int64]:
+        """Have pinned ``ids``, which their codec refuses, stored plain from now on; do as :meth:`slots_for`."""
 
     def discard_corrupt(self, ids: Ids, path: Path | None) -> None:
         """Remove blocks, of ``path`` if it is known, whose bytes are not what their writer wrote."""
@@ -119,9 +122,7 @@ class Movement:
     def queued_bytes(self, source: int) -> int:
         """Bytes that are being copied from tier ``source``, or wait for it."""
         moves = (move for move in self.moves if move.source == source)
-        return sum(
-            self._copies.slot_size(source, move.size_class) * len(move.ids) for move in moves
-        )
+        return sum(self._copies.bytes_of(source, move.ids) for move in moves)
 
     def move(
         self, ids: Ids, source: int, target: int, path: Path, *, drop_source: bool = False
@@ -134,18 +135,17 @@ class Movement:
         ids = ids[~np.isin(ids, self.under_way(target))]
         if not len(ids):
             return 0
-        size_class = self._copies.class_of(ids[0])
         durable = self._copies.num_memory in (source, target)
-        slot_size = self._copies.slot_size(target, size_class)
-        step = max(1, PIECE_BYTES // slot_size) if durable else len(ids)
+        num_bytes = self._copies.bytes_of(target, ids)
+        step = max(1, PIECE_BYTES * len(ids) // num_bytes) if durable else len(ids)
         room = self._lane(source, target).room()
         if not room:
             return None
         ids = ids[: room * step]
         known = path.tree.match(path.key).block_ids() if durable else ids
-        origin = _origin(ids, known, path) if durable else None  # before anything is evicted
+        origin = self._origin(ids, known, path) if durable else None  # before anything is evicted
         self._copies.pin(known)  # what leads to blocks is not let go of to make room for them
-        offsets = self._owner.take_slots(target, size_class, len(ids))
+        offsets = self._owner.slots_for(target, ids)
         moving = ids[: len(offsets)]
         self._copies.pin(moving)
         self._copies.unpin(known)
@@ -153,12 +153,7 @@ class Movement:
         for start in range(0, len(moving), step):
             part = slice(start, min(start + step, len(moving)))
             move = self._move(moving[part], source, target, offsets[part], drop_source=drop_source)
-            move.path = path
-            if origin is not None:
-                move.origin = origin.take(part)
-                move.known = np.where(
-                    self._table.differs[move.ids], NO_CHECKSUM, self._table.checksums[move.ids]
-                )
+            self._name(move, path, origin and origin.take(part))
             started += len(move.ids) if self._start(move) else 0
         return started if started or not len(moving) else None
 
@@ -181,9 +176,22 @@ class Movement:
         self, ids: Ids, source: int, target: int, offsets: NDArray[np.int64], *, drop_source: bool
     ) -> Move:
         starts = self._copies.offsets(source, ids)
-        return Move(
-            ids, source, starts, target, offsets, self._copies.class_of(ids[0]), drop_source
-        )
+        block_bytes = self._copies.size(self._copies.class_of(ids[0])).block_bytes
+        return Move(ids, source, starts, target, offsets, block_bytes, drop_source)
+
+    def _name(self, move: Move, path: Path, origin: Origin | None) -> None:
+        """Say what the blocks of ``move`` are."""
+        move.path, move.origin = path, origin
+        if origin is not None:
+            checksums, differs = self._table.checksums[move.ids], self._table.differs[move.ids]
+            move.known = np.where(differs, np.uint64(NO_CHECKSUM), checksums)
+
+    def _origin(self, ids: Ids, known: Ids, path: Path) -> Origin:
+        """Say where in the prompt the blocks ``ids`` stand; ``known`` are all of ``path``."""
+        order = np.argsort(known)
+        places = order[np.searchsorted(known, ids, sorter=order)]
+        prompt = Prompt(path.tree.namespace, path.key)
+        return Origin(prompt, places, self._copies.are_plain(ids))
 
     def _lane(self, source: int, target: int) -> Mover:
         if source == self._copies.num_memory:
@@ -205,35 +213,63 @@ class Movement:
         """Copy the bytes of ``move`` (no lock held), then apply the result."""
         outcome, began = None, self._clock()
         try:
-            block_bytes = self._copies.size(move.size_class).block_bytes
-            outcome = copy_blocks(move, self._copies.tiers, block_bytes)
+            outcome = copy_blocks(move, self._copies.tiers)
         except Exception:  # whatever a device or driver raises: the blocks stay where they were
             logger.exception("moving %d blocks failed", len(move.ids))
         whole = outcome is not None and bool(outcome.copied.all())
         seconds = self._clock() - began if whole else None
         with self._lock:
-            self._finish(move, outcome, seconds)
+            again = self._finish(move, outcome, seconds)
+        if again is not None:
+            self._run(again)
 
-    def _finish(self, move: Move, outcome: Outcome | None, seconds: float | None) -> None:
-        """End ``move``: a block counts as arrived when its bytes are what its writer wrote."""
+    def _finish(self, move: Move, outcome: Outcome | None, seconds: float | None) -> Move | None:
+        """End ``move``: a block counts as arrived when its bytes are what its writer wrote.
+
+        Returns:
+            What is to be done next, at once: the move of those that are to be written as they are.
+        """
         self.moves.discard(move)
         copies, ids = self._copies, move.ids
         arrived = self._arrived(move, outcome)
+        refused = np.zeros(len(ids), bool) if outcome is None else outcome.refused
         alone = self._table.refs[ids] == 1  # a block that others use stays where it is
         if move.source == move.target:
             arrived &= alone
             copies.drop(move.source, ids[arrived])
-        copies.give_back(move.target, move.size_class, move.target_offsets[~arrived])
+        copies.give_back(move.target, ids[~arrived], move.target_offsets[~arrived])
         copies.put(move.target, ids[arrived], move.target_offsets[arrived])
         names = copies.tiers[move.source].name, copies.tiers[move.target].name
         copies.counts["moved_blocks", *names] += int(arrived.sum())
-        copies.counts["failed_moves", *names] += int((~arrived).sum())
+        copies.counts["failed_moves", *names] += int((~arrived & ~refused).sum())
         if move.drop_source:
             copies.drop(move.source, ids[arrived & alone])
         if outcome is not None and outcome.lost.any():
             self._lose(ids[outcome.lost], move)
         self._owner.ended(move, ids[arrived], seconds)
+        again = self._again(move, refused) if refused.any() else None
         copies.unpin(ids)
+        return again
+
+    def _again(self, move: Move, refused: NDArray[np.bool_]) -> Move | None:
+        """Return the move of those blocks of ``move`` that their codec has refused, if any are wanted."""
+        refused = refused & (self._table.states[move.ids] == BlockState.READY)
+        refused &= ~self._copies.have(move.target, move.ids)
+        places = np.flatnonzero(refused)
+        if move.path is None or move.origin is None or not len(places):
+            return None
+        known = move.path.tree.match(move.path.key).block_ids()
+        self._copies.pin(known)
+        offsets = self._owner.refused(move.target, move.ids[places], move.path)
+        places = places[: len(offsets)]
+        self._copies.pin(move.ids[places])
+        self._copies.unpin(known)
+        if not len(places):
+            return None
+        again = self._move(move.ids[places], move.source, move.target, offsets, drop_source=False)
+        self._name(again, move.path, move.origin.take(places).as_plain())
+        self.moves.add(again)
+        return again
 
     def _arrived(self, move: Move, outcome: Outcome | None) -> NDArray[np.bool_]:
         """Which blocks of ``move`` may be used at their target; corrupt ones are discarded."""
@@ -261,10 +297,3 @@ class Movement:
         spare = self._copies.spare(ids)
         self._copies.drop(move.source, ids[spare])
         self._owner.discard_corrupt(ids[~spare], move.path)
-
-
-def _origin(ids: Ids, known: Ids, path: Path) -> Origin:
-    """Say where in the prompt the blocks ``ids`` stand; ``known`` are all of ``path``."""
-    order = np.argsort(known)
-    places = order[np.searchsorted(known, ids, sorter=order)]
-    return Origin(Prompt(path.tree.namespace, path.key), places)

@@ -26,6 +26,7 @@ DTYPE_BYTES = {
 }
 """Bytes of one element for each dtype name that a layout may carry."""
 
+CODECS = ("lz4", "int8", "fp8")
 LOSSY_CODECS = ("int8", "fp8")
 LOSSY_DTYPES = ("float64", "float32", "float16", "bfloat16")
 """Dtypes whose blocks those can store."""
@@ -132,9 +133,10 @@ class Namespace:
     themselves (never a name or a path), of the adapter's weights, and of the attention and RoPE
     settings. ``tenant`` and ``salt`` separate users; ``None`` and ``""`` are different values.
     ``keys`` says what a block's key is: its own tokens, or (``"hash"``) 32 bytes that an engine
-    chained over all tokens up to the end of the block. ``codec`` allows slower tiers to store blocks with a
-    bounded loss (:mod:`kvstore.tiers.codec`), which come back as that left them; without one every bit
-    comes back. Blocks of namespaces with and without a codec never mix.
+    chained over all tokens up to the end of the block. ``codec`` has the disk store blocks in fewer bytes
+    (:mod:`kvstore.tiers.codec`): ``lz4`` without loss, ``int8`` and ``fp8`` with a bounded one, and blocks come
+    back as that left them; without those every bit comes back. Blocks of namespaces with and without a codec
+    never mix.
     """
 
     model: bytes
@@ -144,7 +146,7 @@ class Namespace:
     tenant: str | None = None
     salt: str | None = None
     keys: Literal["tokens", "hash"] = "tokens"
-    codec: Literal["int8", "fp8"] | None = None
+    codec: Literal["lz4", "int8", "fp8"] | None = None
 
     def __post_init__(self) -> None:
         """Refuse wrong types early: they would silently change the digest."""
@@ -158,14 +160,15 @@ class Namespace:
                 raise UsageError(f"Namespace.{name} must be {kind.__name__} or None, got {value!r}")
         if self.keys not in ("tokens", "hash"):
             raise UsageError(f"Namespace.keys must be 'tokens' or 'hash', got {self.keys!r}")
-        if self.codec is not None and self.codec not in LOSSY_CODECS:
+        if self.codec is not None and self.codec not in CODECS:
             raise UsageError(
-                f"Namespace.codec must be None or one of {', '.join(LOSSY_CODECS)}, got {self.codec!r}"
+                f"Namespace.codec must be None or one of {', '.join(CODECS)}, got {self.codec!r}"
             )
-        if self.codec and (self.layout.opaque or self.layout.dtype not in LOSSY_DTYPES):
+        lossy = self.codec in LOSSY_CODECS
+        if lossy and (self.layout.opaque or self.layout.dtype not in LOSSY_DTYPES):
             raise UsageError(
                 f"codec {self.codec!r} stores canonical blocks of {', '.join(LOSSY_DTYPES)} only, not of "
-                f"{self.layout.opaque or self.layout.dtype}: use none"
+                f"{self.layout.opaque or self.layout.dtype}: use none or 'lz4'"
             )
 
     @property

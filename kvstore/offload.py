@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from threading import RLock
 
+    from numpy.typing import NDArray
+
     from kvstore.blocks import Ids
     from kvstore.copies import Copies
     from kvstore.movement import Movement
@@ -187,22 +189,22 @@ class Offload:
         absent = np.flatnonzero(~landing & ~self._copies.in_memory(rest))
         if not len(absent):  # what is landing was found worth it before others queued behind it
             return Reach(len(ids))
-        slot_size = self._copies.slot_size(self._index, self._copies.class_of(rest[0]))
+        num_bytes = self._copies.bytes_of(self._index, rest[absent])
         width = namespace.layout.block_tokens
         plan = rules.planner.plan(
             engine_of(namespace),
             width,
             (start + int(absent[0])) * width,
-            slot_size,
+            -(-num_bytes // len(absent)),
             self._name,
             len(absent),
-            max(0, self._queued_bytes() - int(landing.sum()) * slot_size),
+            max(0, self._queued_bytes() - self._copies.bytes_of(self._index, rest[landing])),
         )
         if plan.num_blocks == len(absent):
             return Reach(len(ids))
         rate = rules.planner.expected(self._name)[1]
         detail = (
-            f"computing it takes {plan.prefill_s:.3g} s, less than to load {len(absent) * slot_size} bytes "
+            f"computing it takes {plan.prefill_s:.3g} s, less than to load {num_bytes} bytes "
             f"at {rate / 1e6:.0f} MB/s"
         )
         return Reach(start + int(absent[plan.num_blocks]), "not_worth_loading", detail)
@@ -266,18 +268,25 @@ class Offload:
         ids = ids[copies.lifetimes.lasting(ids)]
         if not len(ids):
             return True
-        slot_size = copies.slot_size(self._index, copies.class_of(ids[0]))
+        sizes = copies.slot_sizes(self._index, ids)
         reason, allowed = "off", 0
         if disk.writable:
             reason = "not_worth_loading"
-            if self._will_be_loaded(path, slot_size):
+            if self._will_be_loaded(path, int(sizes.mean())):
                 reason = "budget"
-                allowed = rules.budget.take(len(ids), slot_size)
+                allowed = rules.budget.take(sizes)
         copies.counts["unstored_blocks", name, reason] += len(ids) - allowed
         moved = self._movement.move(ids[:allowed], self._memory, self._index, path) or 0
-        rules.budget.give_back(allowed - moved, slot_size)
+        rules.budget.give_back(int(sizes[moved:allowed].sum()))
         copies.counts["unstored_blocks", name, "busy"] += allowed - moved
         return moved == len(ids)
+
+    def refused(self, before: NDArray[np.int64], after: NDArray[np.int64]) -> None:
+        """Learn sizes of slots in which blocks were to be written, and of those that the first ones get."""
+        assert self.rules is not None
+        self.rules.budget.give_back(int(before.sum() - after.sum()))
+        busy = "unstored_blocks", self._name, "busy"
+        self._copies.counts[busy] += len(before) - len(after)
 
     def committed(self, ids: Ids, path: Path) -> None:
         """Store blocks that became visible, if all of them are to be."""
@@ -378,7 +387,7 @@ class Offload:
         assert self.rules is not None
         planner, slow = self.rules.planner, False
         if seconds is not None:
-            num_bytes = self._copies.slot_size(move.source, move.size_class) * len(move.ids)
+            num_bytes = self._copies.bytes_of(move.source, move.ids)
             self._row.append((num_bytes, seconds))
             slow = seconds > 2 * planner.load_s(self._name, num_bytes)
         if self._row and (seconds is None or slow or not self._queued_bytes()):
@@ -387,10 +396,11 @@ class Offload:
             self._row.clear()
 
     def measure(self, ids: Ids) -> None:
-        """Have some of the bytes that the disk has of ``ids``, of one size, read into nowhere: once."""
+        """Have some of the bytes that the disk has of ``ids`` read into nowhere: once."""
         if self._tried or self._disk is None or self.rules is None or not len(ids):
             return
-        slot_size = self._copies.slot_size(self._index, self._copies.class_of(ids[0]))
+        sizes = self._copies.slot_sizes(self._index, ids)
+        slot_size, ids = int(sizes[0]), ids[sizes == sizes[0]]
         offsets = np.sort(self._copies.offsets(self._index, ids))
         gaps = np.flatnonzero(np.diff(offsets) != slot_size)
         num_bytes = int(gaps[0] + 1 if len(gaps) else len(ids)) * slot_size

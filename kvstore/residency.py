@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import heapq
 import logging
+from contextlib import suppress
 from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -23,7 +24,7 @@ import numpy as np
 
 from kvstore.blocks import NO_CHECKSUM, NO_SLOT, BlockState
 from kvstore.copies import NO_REFILL, Copies, Refill
-from kvstore.errors import UsageError
+from kvstore.errors import TooLargeError, UsageError
 from kvstore.events import BlockRemoved, EventLog
 from kvstore.movement import Movement
 from kvstore.offload import Coming, Offload
@@ -185,8 +186,7 @@ class Residency:
         index = self._num_memory - 1
         if not len(positions):
             return NO_REFILL
-        size_class = self.copies.class_of(known[positions[0]])
-        offsets = self.take_slots(index, size_class, len(positions))
+        offsets = self.slots_for(index, known[positions])
         positions = positions[: len(offsets)]
         refill = Refill(known[positions], positions, index, offsets)
         if len(offsets):
@@ -204,8 +204,7 @@ class Residency:
             return
         wanted = is_written & (table.states[ids] == BlockState.READY) & (table.refs[ids] == 1)
         wanted &= ~self.copies.in_memory(ids)
-        size_class = self.copies.class_of(ids[0])
-        self.copies.give_back(refill.tier, size_class, refill.offsets[~wanted])
+        self.copies.give_back(refill.tier, ids[~wanted], refill.offsets[~wanted])
         ids = ids[wanted]
         self.copies.put(refill.tier, ids, refill.offsets[wanted])
         table.differs[ids] = True
@@ -223,6 +222,9 @@ class Residency:
         for blocks in found:
             size_class = self.copies.size_class(blocks.namespace)
             ids = self.table.allocate(len(blocks), size_class)
+            if blocks.plain.any():
+                plain = self.copies.size_class(blocks.namespace, plain=True)
+                self.table.size_classes[ids[blocks.plain]] = plain
             self.copies.put(index, ids, blocks.offsets)
             self.table.checksums[ids] = blocks.checksums
             self.table.states[ids] = BlockState.READY
@@ -321,7 +323,27 @@ class Residency:
         """Learn what became of a move."""
         self.offload.ended(move, arrived, seconds)
 
+    def refused(self, index: int, ids: Ids, path: Path) -> NDArray[np.int64]:
+        """Have pinned ``ids``, which their codec refuses, stored plain from now on; do as :meth:`slots_for`."""
+        before, offsets = self.copies.slot_sizes(index, ids), np.empty(0, np.int64)
+        with suppress(TooLargeError):  # then they are tried again when they are used again
+            self.table.size_classes[ids] = self.copies.size_class(path.tree.namespace, plain=True)
+            offsets = self.slots_for(index, ids)
+        self.offload.refused(before, self.copies.slot_sizes(index, ids[: len(offsets)]))
+        return offsets
+
     # -- making room ----------------------------------------------------------------------------
+
+    def slots_for(self, index: int, ids: Ids) -> NDArray[np.int64]:
+        """Slots of tier ``index`` for the first ones of pinned ``ids``, evicting what the policy says."""
+        found = [np.empty(0, np.int64)]
+        sizes = self.copies.slot_sizes(index, ids)
+        for part in np.split(ids, np.flatnonzero(np.diff(sizes)) + 1):
+            offsets = self.take_slots(index, self.copies.class_of(part[0]), len(part))
+            found.append(offsets)
+            if len(offsets) < len(part):
+                break
+        return np.concatenate(found)
 
     def take_slots(self, index: int, size_class: int, count: int) -> NDArray[np.int64]:
         """Up to ``count`` slots of tier ``index``, evicting what the policy says."""
@@ -388,17 +410,19 @@ class Residency:
                     policy.remove(node)
                     strangers += 1
                 continue
-            slot_size = copies.slot_size(index, copies.class_of(ids[0]))
+            slot_size = copies.slot_size(index, copies.class_of(ids[free[-1]]))
             if allowed_bytes is not None:
                 free = free[-max(1, allowed_bytes // slot_size) :]
-            if slot_size != wanted_size and reason == "capacity":
+            like = np.flatnonzero(copies.slot_sizes(index, ids[free]) == wanted_size)
+            if not len(like) and reason == "capacity":
                 if self.tiers[index].disk is not None:
                     return self._clear_slab(index, slot_size)
                 shortage = self._free_slab(index, slot_size)
                 return shortage is not None and (
                     shortage == 0 or self._give_up(index, node, free[-shortage:], reason, count)
                 )
-            if self._give_up(index, node, free[-count:], reason, count):
+            first = int(like[-count:][0]) if len(like) else -count
+            if self._give_up(index, node, free[first:], reason, count):
                 return True
             count -= len(free)  # under way to the next tier, or refused by a busy mover
         return False

@@ -33,8 +33,9 @@ class Options(BaseModel):
     """Name of the weights in hex, for models without files on this host; by default their digest."""
     tenant: str | None = None
     """Whose blocks these are; engines with another tenant do not see them."""
-    codec: Literal["int8", "fp8"] | None = None
-    """Lets slower tiers store blocks with a bounded loss, in half of the bytes; answers may differ then."""
+    codec: Literal["lz4", "int8", "fp8"] | None = None
+    """Has the disk store blocks in fewer bytes: ``lz4`` without loss; ``int8`` or ``fp8`` with a bounded one,
+    in half of the bytes, and answers may differ then."""
     sync_load_s: float = Field(0.005, ge=0)
     """``load="auto"`` lets the engine wait for loads that take no longer than this, in seconds."""
     wait_s: float = Field(2.0, ge=0, le=60)

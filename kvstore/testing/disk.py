@@ -4,14 +4,39 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
+
+from kvstore.blocks import NO_CHECKSUM
 from kvstore.tiers.disk.system import System
+from kvstore.tiers.moves import Prompt
 
 if TYPE_CHECKING:
     import os
     import sqlite3
+    from collections.abc import Sequence
     from pathlib import Path
 
+    from kvstore.namespace import Namespace
+    from kvstore.tiers.disk import BlockIdentity
     from kvstore.tiers.disk.system import Buffers
+
+
+def identities(
+    namespace: Namespace, key: bytes, start: int = 0, checksums: Sequence[int] = ()
+) -> list[BlockIdentity]:
+    """Name the blocks from ``start`` on of the prompt whose block keys are ``key``, none of which is refused.
+
+    Args:
+        namespace: of the prompt.
+        key: keys of all its blocks from the first one on.
+        start: the first block to name.
+        checksums: of the blocks from ``start`` on; none: not known.
+    """
+    positions = np.arange(start, len(key) // namespace.key_bytes)
+    if not len(positions):
+        return []
+    sums = np.array(checksums or [NO_CHECKSUM] * len(positions), np.uint64)
+    return Prompt(namespace, key).identities(positions, sums, np.zeros(len(positions), bool))
 
 
 class Crash(BaseException):

@@ -1,11 +1,13 @@
 """How blocks are written to slower tiers: as they are, smaller without loss, or smaller with a bounded one.
 
 A codec turns one block, uint8 ``[block_bytes]`` in the order of its layout, into stored bytes and back. It
-knows nothing of tiers. What it stores carries no length and no checksum: the tier keeps both.
+knows nothing of tiers. What it stores carries no checksum: the tier keeps one. All blocks of a layout are
+stored in one length, as slots have one; a block that cannot be is refused.
 
 * ``none``: the bytes.
 * ``lz4``: lossless. Bytes of equal weight lie together (*byte planes*), each plane compressed by LZ4
-  (Y. Collet) where that helps: signs and exponents of KV repeat, mantissas do not.
+  (Y. Collet) where that helps: signs and exponents of KV repeat, mantissas do not. Zeros fill it up to
+  ``ROOM`` of the block.
 * ``int8``, ``fp8``: lossy. One float32 scale for each layer, K or V, and head of a block, and one byte for each
   element: a whole number of ``[-127, 127]``, or an 8-bit float of 4 exponent and 3 mantissa bits
   (P. Micikevicius et al., "FP8 Formats for Deep Learning", 2022).
@@ -43,6 +45,10 @@ FLOATS: dict[str, Any] = {
 }
 """Dtypes of layouts that lossy codecs take."""
 
+ROOM: dict[int, tuple[int, int]] = {2: (7, 8)}
+"""How much of a block ``lz4`` may take, by the width of elements: just above the mean of real KV."""
+OTHER_ROOM = (15, 16)
+
 
 class Codec(ABC):
     """One way to store the blocks of one layout. Stateless: any number of threads may use one."""
@@ -56,12 +62,17 @@ class Codec(ABC):
         """Store blocks of ``layout``. Raises :class:`UsageError` when they cannot be."""
         self.layout = layout
 
+    @property
+    @abstractmethod
+    def stored_bytes(self) -> int:
+        """Length of every stored block."""
+
     @abstractmethod
     def encode(self, block: Block) -> bytes:
-        """Return what is to be stored of ``block``, uint8 ``[block_bytes]``.
+        """Return what is to be stored of ``block``, uint8 ``[block_bytes]``: ``stored_bytes``.
 
         Raises:
-            CodecError: it cannot be stored within the bound; store it by another codec, or not.
+            CodecError: it cannot be stored within the bound, or in the room; store it as it is, or not.
         """
 
     @abstractmethod
@@ -78,6 +89,11 @@ class Plain(Codec):
 
     name, number, lossless = "none", 0, True
 
+    @property
+    def stored_bytes(self) -> int:
+        """As the block."""
+        return self.layout.block_bytes
+
     def encode(self, block: Block) -> bytes:
         """Return a copy."""
         return block.tobytes()
@@ -92,8 +108,8 @@ class Plain(Codec):
 class PlanesLZ4(Codec):
     """Byte planes, compressed by LZ4 where that makes them smaller.
 
-    Stored: for each plane the length of what is stored of it (uint32, little-endian); then the planes. One that
-    is as long as itself is not compressed.
+    Stored: for each plane the length of what is stored of it (uint32, little-endian); then the planes; then
+    zeros. A plane that is as long as itself is not compressed.
     """
 
     name, number, lossless = "lz4", 1, True
@@ -103,9 +119,23 @@ class PlanesLZ4(Codec):
         super().__init__(layout)
         self._width = 1 if layout.opaque else DTYPE_BYTES[layout.dtype]
         self._lengths = struct.Struct(f"<{self._width}I")
+        part, whole = ROOM.get(self._width, OTHER_ROOM)
+        self._room = layout.block_bytes * part // whole
+
+    @property
+    def stored_bytes(self) -> int:
+        """The room that a block has."""
+        return self._room
 
     def encode(self, block: Block) -> bytes:
-        """Return lengths and planes."""
+        """Return lengths, planes and zeros; refuse what has no room."""
+        packed = self.pack(block)
+        if len(packed) > self._room:
+            raise CodecError(f"a block needs {len(packed)} bytes, and has room for {self._room}")
+        return packed.ljust(self._room, b"\0")
+
+    def pack(self, block: Block) -> bytes:
+        """Return lengths and planes, as long as they are."""
         planes = [np.ascontiguousarray(part) for part in block.reshape(-1, self._width).T]
         parts = [self._smaller(plane) for plane in planes]
         return b"".join([self._lengths.pack(*map(len, parts)), *parts])
@@ -123,7 +153,8 @@ class PlanesLZ4(Codec):
             lengths = self._lengths.unpack_from(stored)
         except struct.error:
             raise CodecError(f"{len(stored)} bytes are no lengths of planes") from None
-        if begin + sum(lengths) != len(stored):
+        end = begin + sum(lengths)
+        if len(stored) != self._room or end > self._room or stored[end:].strip(b"\0"):
             raise CodecError("planes of other lengths than said")
         for index, length in enumerate(lengths):
             target[:, index] = self._plane(stored[begin : begin + length], len(target))
@@ -185,8 +216,9 @@ class Scaled(Codec):
             raise CodecError(f"{len(stored)} bytes are no scales and elements of a block")
         scales = np.frombuffer(stored, "<f4", self._num_scales).reshape(*self._heads[:-1], 1)
         parts = np.frombuffer(stored, np.uint8, offset=4 * self._num_scales)
-        numbers = self._from_bytes(parts).reshape(self._heads) * scales
-        block.view(self._dtype)[:] = numbers.astype(self._dtype).reshape(-1)
+        with np.errstate(over="ignore", invalid="ignore"):  # of what somebody else stored
+            numbers = self._from_bytes(parts).reshape(self._heads) * scales
+            block.view(self._dtype)[:] = numbers.astype(self._dtype).reshape(-1)
 
     @abstractmethod
     def _to_bytes(self, scaled: NDArray[np.float32]) -> Block: ...
@@ -219,7 +251,5 @@ class Float8(Scaled):
         numbers: NDArray[np.float32] = stored.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
         return numbers
 
-
-LOSSY: dict[str, type[Scaled]] = {kind.name: kind for kind in (Int8, Float8)}
 
 CODECS: dict[str, type[Codec]] = {kind.name: kind for kind in (Plain, PlanesLZ4, Int8, Float8)}

@@ -15,6 +15,7 @@ from kvstore.tiers.disk.format import (
     BlockIdentity,
     block_digest,
     checksum_of,
+    codec_of,
     root_digest,
 )
 from kvstore.tiers.disk.store import DiskStore
@@ -45,9 +46,12 @@ class Prompt:
         self._digests = [root_digest(namespace)]
 
     def identities(
-        self, positions: NDArray[np.int64], checksums: NDArray[np.uint64]
+        self,
+        positions: NDArray[np.int64],
+        checksums: NDArray[np.uint64],
+        plain: NDArray[np.bool_],
     ) -> list[BlockIdentity]:
-        """Name the blocks at ``positions``, whose checksums are uint64 of the same length."""
+        """Name the blocks at ``positions``; checksums, uint64, and forms, bool, are of the same length."""
         digests, stride, key = self._digests, self.namespace.key_bytes, self.key
         for at in range(len(digests) - 1, int(positions.max()) + 1):
             own = key[at * stride : (at + 1) * stride]
@@ -60,8 +64,11 @@ class Prompt:
                 digests[at + 1],
                 key[at * stride : (at + 1) * stride],
                 checksum,
+                plain=form,
             )
-            for at, checksum in zip(positions.tolist(), checksums.tolist(), strict=True)
+            for at, checksum, form in zip(
+                positions.tolist(), checksums.tolist(), plain.tolist(), strict=True
+            )
         ]
 
 
@@ -72,14 +79,25 @@ class Origin:
     prompt: Prompt
     positions: NDArray[np.int64]
     """int64 ``[num_blocks]``: places in the prompt, in blocks."""
+    plain: NDArray[np.bool_]
+    """bool ``[num_blocks]``: which the codec of the namespace refuses."""
 
     def take(self, which: NDArray[np.bool_] | NDArray[np.intp] | slice) -> Origin:
         """Return the origin of some of the blocks."""
-        return Origin(self.prompt, self.positions[which])
+        return Origin(self.prompt, self.positions[which], self.plain[which])
+
+    def as_plain(self) -> Origin:
+        """Return the origin of the same blocks, all of which the codec refuses."""
+        return Origin(self.prompt, self.positions, np.ones(len(self.positions), bool))
 
     def identities(self, checksums: NDArray[np.uint64]) -> list[BlockIdentity]:
         """Name the blocks, whose checksums are uint64 ``[num_blocks]``."""
-        return self.prompt.identities(self.positions, checksums)
+        return self.prompt.identities(self.positions, checksums, self.plain)
+
+    @property
+    def is_exact(self) -> NDArray[np.bool_]:
+        """Bool ``[num_blocks]``: which come back as they were, to the bit."""
+        return self.plain | codec_of(self.prompt.namespace).lossless
 
 
 class Path(NamedTuple):
@@ -106,7 +124,7 @@ class Move:
     source_offsets: NDArray[np.int64]
     target: int
     target_offsets: NDArray[np.int64]
-    size_class: int
+    block_bytes: int
     drop_source: bool
     path: Path | None = None
     """Where the blocks belong; None within a tier."""
@@ -125,12 +143,14 @@ class Outcome(NamedTuple):
     """Whether the bytes are at their target."""
     lost: NDArray[np.bool_]
     """Whether the source does not have them any more."""
+    refused: NDArray[np.bool_]
+    """Whether the codec of their namespace refuses them: they can be written plain."""
     changed: NDArray[np.bool_]
     """Whether they need not have the checksum that was known: a codec has changed them within its bound, or
     another writer's bytes were read."""
 
 
-def copy_blocks(move: Move, tiers: Sequence[Tier], block_bytes: int) -> Outcome:
+def copy_blocks(move: Move, tiers: Sequence[Tier]) -> Outcome:
     """Copy the bytes of ``move``.
 
     Raises:
@@ -139,65 +159,64 @@ def copy_blocks(move: Move, tiers: Sequence[Tier], block_bytes: int) -> Outcome:
     """
     source, target = tiers[move.source].store, tiers[move.target].store
     if isinstance(target, DiskStore):
-        return _write(move, _on_the_host(source), target, block_bytes)
+        return _write(move, _on_the_host(source), target)
     if isinstance(source, DiskStore):
-        return _read(move, source, _on_the_host(target), block_bytes)
-    sums = _copied(move, source, target, block_bytes)
+        return _read(move, source, _on_the_host(target))
+    sums = _copied(move, source, target)
     done = np.ones(len(move.ids), bool)
-    return Outcome(sums, done, ~done, ~done)
+    return Outcome(sums, done, ~done, ~done, ~done)
 
 
-def _copied(move: Move, source: Store, target: Store, block_bytes: int) -> NDArray[np.uint64]:
+def _copied(move: Move, source: Store, target: Store) -> NDArray[np.uint64]:
     """Copy from memory to memory; return the checksums of what passed through the host's."""
     if move.source == move.target:
-        source.relocate(move.source_offsets, move.target_offsets, block_bytes)
+        source.relocate(move.source_offsets, move.target_offsets, move.block_bytes)
         if not isinstance(target, DramStore):
             return np.full(len(move.ids), NO_CHECKSUM, np.uint64)
-        return _checksums(target.blocks(move.target_offsets, block_bytes))
+        return _checksums(target.blocks(move.target_offsets, move.block_bytes))
     if isinstance(target, DramStore):
-        source.read_into(move.source_offsets, target.blocks(move.target_offsets, block_bytes))
-        return _checksums(target.blocks(move.target_offsets, block_bytes))
+        source.read_into(move.source_offsets, target.blocks(move.target_offsets, move.block_bytes))
+        return _checksums(target.blocks(move.target_offsets, move.block_bytes))
     blocks = _on_the_host(source).blocks
-    target.write_from(move.target_offsets, blocks(move.source_offsets, block_bytes))
-    return _checksums(blocks(move.source_offsets, block_bytes))
+    target.write_from(move.target_offsets, blocks(move.source_offsets, move.block_bytes))
+    return _checksums(blocks(move.source_offsets, move.block_bytes))
 
 
-def _write(move: Move, source: DramStore, target: DiskStore, block_bytes: int) -> Outcome:
+def _write(move: Move, source: DramStore, target: DiskStore) -> Outcome:
     """Write blocks whose bytes are still what their writer wrote."""
     assert move.origin is not None
     assert move.known is not None
-    sums = _checksums(source.blocks(move.source_offsets, block_bytes))
+    sums = _checksums(source.blocks(move.source_offsets, move.block_bytes))
     right = np.flatnonzero((move.known < FIRST_CHECKSUM) | (move.known == sums))
-    written = np.zeros(len(move.ids), bool)
+    written, refused = np.zeros(len(move.ids), bool), np.zeros(len(move.ids), bool)
     if len(right):
-        lossy = move.origin.prompt.namespace.codec is not None
-        named = move.origin.identities(np.zeros_like(sums) if lossy else sums)
-        payloads = list(source.blocks(move.source_offsets, slot_bytes(block_bytes)))
-        written[right] = target.write(
+        origin = move.origin
+        named = origin.identities(np.where(origin.is_exact, sums, np.uint64(NO_CHECKSUM)))
+        payloads = list(source.blocks(move.source_offsets, slot_bytes(move.block_bytes)))
+        written[right], refused[right] = target.write(
             move.target_offsets[right],
             [named[at] for at in right.tolist()],
             [payloads[at] for at in right.tolist()],
         )
     none = np.zeros(len(move.ids), bool)
-    return Outcome(sums, written, none, none)
+    return Outcome(sums, written, none, refused, none)
 
 
-def _read(move: Move, source: DiskStore, target: DramStore, block_bytes: int) -> Outcome:
+def _read(move: Move, source: DiskStore, target: DramStore) -> Outcome:
     """Read blocks; what is there is compared with what must be there."""
     assert move.origin is not None
     assert move.known is not None
-    lossy = move.origin.prompt.namespace.codec is not None
-    known = np.zeros_like(move.known) if lossy else move.known
+    known = np.where(move.origin.is_exact, move.known, np.uint64(NO_CHECKSUM))
     named = move.origin.identities(known)
-    payloads = list(target.blocks(move.target_offsets, slot_bytes(block_bytes)))
+    payloads = list(target.blocks(move.target_offsets, slot_bytes(move.block_bytes)))
     verdicts = source.read(move.source_offsets, named, payloads)
     good = np.array([verdict == GOOD for verdict in verdicts])
     lost = np.array([verdict not in (GOOD, "off") for verdict in verdicts])
     sums = np.where(good, known, np.uint64(NO_CHECKSUM))
     changed = known < FIRST_CHECKSUM
     for at in np.flatnonzero(good & changed).tolist():
-        sums[at] = checksum_of(payloads[at][:block_bytes])
-    return Outcome(sums, good, lost, changed)
+        sums[at] = checksum_of(payloads[at][: move.block_bytes])
+    return Outcome(sums, good, lost, np.zeros(len(good), bool), changed)
 
 
 def _on_the_host(store: Store | DiskStore) -> DramStore:

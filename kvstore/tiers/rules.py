@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+import numpy as np
+
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from numpy.typing import NDArray
 
     from kvstore.planner import Planner
 
@@ -26,21 +30,22 @@ class WriteBudget:
         self._left = BURST_S * bytes_per_s
         self._at_s = clock()
 
-    def take(self, num_blocks: int, block_bytes: int) -> int:
-        """Take the bytes of up to ``num_blocks``; return for how many there were enough."""
+    def take(self, sizes: NDArray[np.int64]) -> int:
+        """Take the bytes of leading blocks that have ``sizes``; return for how many there were enough."""
         if not self._bytes_per_s:
-            return num_blocks
+            return len(sizes)
         now = self._clock()
         grown = self._left + (now - self._at_s) * self._bytes_per_s
         self._left, self._at_s = min(grown, BURST_S * self._bytes_per_s), now
-        taken = min(num_blocks, max(0, int(self._left // block_bytes)))
-        self._left -= taken * block_bytes
+        totals = np.cumsum(sizes)
+        taken = int(np.searchsorted(totals, self._left, side="right"))
+        self._left -= int(totals[taken - 1]) if taken else 0
         return taken
 
-    def give_back(self, num_blocks: int, block_bytes: int) -> None:
-        """Return the bytes of blocks that were not written after all."""
+    def give_back(self, num_bytes: int) -> None:
+        """Return bytes that were not written after all, or take more than that were if it is negative."""
         if self._bytes_per_s:
-            self._left += num_blocks * block_bytes
+            self._left += num_bytes
 
 
 class DiskRules(NamedTuple):

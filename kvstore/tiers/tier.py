@@ -63,11 +63,11 @@ class Tier:
         """The whole memory, as :attr:`kvstore.tiers.store.Store.buffer`; None for a durable tier."""
         return None if isinstance(self.store, DiskStore) else self.store.buffer
 
-    def slot_bytes(self, namespace: Namespace) -> int:
-        """Return the size of the slots of the blocks of ``namespace``."""
+    def slot_bytes(self, namespace: Namespace, *, plain: bool) -> int:
+        """Return the size of slots of blocks of ``namespace``, or (``plain``) those that its codec refuses."""
         if self.disk is None:
             return slot_bytes(namespace.layout.block_bytes)
-        return slot_bytes_of(namespace)
+        return slot_bytes_of(namespace, plain=plain)
 
 
 class NamespaceTree(RadixTree):

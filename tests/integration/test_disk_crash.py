@@ -12,7 +12,8 @@ import numpy as np
 
 from kvstore.namespace import KVLayout, Namespace
 from kvstore.testing import FakeClock, pattern
-from kvstore.tiers.disk import DiskOptions, DiskStore, identities, slot_bytes_of
+from kvstore.testing.disk import identities
+from kvstore.tiers.disk import DiskOptions, DiskStore, slot_bytes_of
 
 ROUNDS = 60
 OPTIONS = DiskOptions(
@@ -45,7 +46,7 @@ def work(path, seed):
             0, 1 << 30, int(rng.integers(1, 13)) * namespace.layout.block_tokens, dtype=np.int32
         )
         key = tokens.tobytes()
-        blocks, stride = list(identities(namespace, key)), namespace.key_bytes
+        blocks, stride = identities(namespace, key), namespace.key_bytes
         offsets = store.allocate(slot_bytes_of(namespace), len(blocks))
         while len(offsets) < len(blocks) or rng.random() < 0.1:
             if not held:
@@ -62,7 +63,7 @@ def work(path, seed):
         payloads = [
             pattern(namespace, key[: (at + 1) * stride]).copy() for at in range(len(blocks))
         ]
-        stored = store.write(offsets, blocks, payloads)
+        stored, _ = store.write(offsets, blocks, payloads)
         assert stored.all(), store.off
         say("+", blocks)
         held.append((blocks, offsets))
@@ -143,7 +144,7 @@ def examine(path):
                     prefix = key[: (int(found.positions[index]) + 1) * found.namespace.key_bytes]
                     assert (targets[index] == pattern(found.namespace, prefix)).all()
             digests |= set(found.digests)
-            num_bytes += len(found) * found.slot_bytes
+            num_bytes += int(found.slot_sizes.sum())
         assert store.slots.used_bytes == num_bytes, "no slot is lost"
         return digests
     finally:

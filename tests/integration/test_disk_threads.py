@@ -8,8 +8,8 @@ import pytest
 
 from kvstore.namespace import KVLayout, Namespace
 from kvstore.testing import FakeClock, pattern
-from kvstore.testing.disk import FaultySystem
-from kvstore.tiers.disk import DiskOptions, DiskStore, identities, slot_bytes_of
+from kvstore.testing.disk import FaultySystem, identities
+from kvstore.tiers.disk import DiskOptions, DiskStore, slot_bytes_of
 
 THREADS = 6
 STEPS = 60
@@ -44,10 +44,10 @@ class User(threading.Thread):
     def write(self, step):
         tokens = np.array([self.number, step, 0, 0] * int(self.rng.integers(1, 6)), np.int32)
         key = tokens.tobytes()
-        blocks, stride = list(identities(NAMESPACE, key)), NAMESPACE.key_bytes
+        blocks, stride = identities(NAMESPACE, key), NAMESPACE.key_bytes
         payloads = [pattern(NAMESPACE, key[: stop * stride]) for stop in range(1, len(blocks) + 1)]
         offsets = self.store.allocate(SLOT_BYTES, len(blocks))
-        stored = self.store.write(offsets, blocks[: len(offsets)], payloads[: len(offsets)])
+        stored, _ = self.store.write(offsets, blocks[: len(offsets)], payloads[: len(offsets)])
         self.held.append((offsets, blocks[: len(offsets)], payloads, stored))
 
     def look(self, offsets, blocks, payloads, stored):

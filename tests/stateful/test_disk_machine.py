@@ -13,8 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvstore.namespace import KVLayout, Namespace
 from kvstore.testing import FakeClock, pattern
-from kvstore.testing.disk import Crash, FaultySystem, crashes_at, fails_at
-from kvstore.tiers.disk import DiskOptions, DiskStore, identities, slot_bytes_of
+from kvstore.testing.disk import Crash, FaultySystem, crashes_at, fails_at, identities
+from kvstore.tiers.disk import DiskOptions, DiskStore, slot_bytes_of
 
 OPTIONS = DiskOptions(
     (5 << 20) + (1 << 17) + 4096, 1 << 16, reserve_bytes=0, manifest_bytes=1 << 20, threads=1
@@ -49,7 +49,7 @@ class DiskMachine(RuleBasedStateMachine):
 
     def name(self, block):
         namespace, tokens = block
-        return list(identities(namespace, self.key(tokens)))[-1]
+        return identities(namespace, self.key(tokens))[-1]
 
     def children(self, block):
         namespace, tokens = block
@@ -63,7 +63,7 @@ class DiskMachine(RuleBasedStateMachine):
         offsets = self.store.allocate(slot_bytes_of(namespace), len(missing))
         missing = missing[: len(offsets)]
         payloads = [pattern(block[0], self.key(block[1])).copy() for block in missing]
-        stored = self.store.write(offsets, [self.name(block) for block in missing], payloads)
+        stored, _ = self.store.write(offsets, [self.name(block) for block in missing], payloads)
         if not stored.all():
             assert self.store.off["write"] or self.store.slots.bad_bytes, "trouble, or bad spots"
             stop = int(stored.argmin())

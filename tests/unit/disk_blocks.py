@@ -4,7 +4,8 @@ import numpy as np
 
 from kvstore.namespace import KVLayout, Namespace
 from kvstore.testing import FakeClock, pattern
-from kvstore.tiers.disk import DiskOptions, DiskStore, identities, slot_bytes_of
+from kvstore.testing.disk import identities
+from kvstore.tiers.disk import DiskOptions, DiskStore, slot_bytes_of
 
 BUDGET = 8 << 20
 OPTIONS = DiskOptions(
@@ -35,10 +36,10 @@ def contents(namespace, key):
 
 def put(store, namespace, key, start=0):
     """Write the blocks of ``key``; return offsets, identities and which were stored."""
-    blocks = list(identities(namespace, key, start))
+    blocks = identities(namespace, key, start)
     offsets = store.allocate(slot_bytes_of(namespace), len(blocks))
     assert len(offsets) == len(blocks)
-    stored = store.write(offsets, blocks, contents(namespace, key)[start:])
+    stored, _ = store.write(offsets, blocks, contents(namespace, key)[start:])
     return offsets, blocks, stored
 
 
@@ -58,7 +59,7 @@ def expected(block):
     found = []
     for first in range(40):
         key = prompt(block.namespace, first, 12)
-        blocks = list(identities(block.namespace, key))
+        blocks = identities(block.namespace, key)
         if block.position < len(blocks) and blocks[block.position].digest == block.digest:
             found.append(contents(block.namespace, key)[block.position].tobytes())
     return found

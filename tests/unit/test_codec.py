@@ -35,8 +35,15 @@ def random_block(shape: KVLayout, seed: int = 0, size: float = 3.0) -> np.ndarra
     return numbers.astype(FLOATS[shape.dtype]).reshape(-1).view(np.uint8).copy()
 
 
+def even_block(shape: KVLayout) -> np.ndarray:
+    """One that every codec takes: elements of one sign and exponent."""
+    numbers = np.random.default_rng(0).uniform(1, 2, shape.shape)
+    return numbers.astype(FLOATS[shape.dtype]).reshape(-1).view(np.uint8).copy()
+
+
 def there_and_back(codec, block: np.ndarray) -> np.ndarray:
     stored = codec.encode(block)
+    assert len(stored) == codec.stored_bytes
     back = np.full_like(block, 0xAA)
     codec.decode(stored, back)
     return back
@@ -60,35 +67,88 @@ def test_lossless_codecs_give_back_every_byte(name, dtype, data):
     block = data.draw(
         arrays.arrays(np.uint8, shape.block_bytes, elements=st.integers(0, 255), fill=fill)
     )
-    np.testing.assert_array_equal(there_and_back(make(name, shape), block), block)
+    codec = make(name, shape)
+    if name == "lz4" and len(codec.pack(block)) > codec.stored_bytes:
+        with pytest.raises(CodecError, match="has room for"):
+            codec.encode(block)
+    else:
+        np.testing.assert_array_equal(there_and_back(codec, block), block)
 
 
 @pytest.mark.parametrize(
     "shape",
     [
-        KVLayout(1, 1, 1, "uint8", 1),
+        KVLayout(1, 1, 64, "uint8", 1),
         layout("uint8", opaque="an engine's own"),
         KVLayout(2, 1, 24, "bfloat16", 4, attention="mla"),
     ],
 )
 def test_lossless_codecs_take_every_layout(shape):
-    block = np.random.default_rng(0).integers(0, 256, shape.block_bytes, np.uint8)
+    block = np.arange(shape.block_bytes, dtype=np.uint32).astype(np.uint8) // 32
     for name in LOSSLESS:
         np.testing.assert_array_equal(there_and_back(make(name, shape), block), block)
 
 
 def test_planes_of_equal_signs_and_exponents_become_smaller():
     shape = KVLayout(4, 4, 64, "bfloat16", 16)
-    numbers = np.random.default_rng(0).uniform(1, 2, shape.shape).astype(ml_dtypes.bfloat16)
-    block = numbers.reshape(-1).view(np.uint8)
-    stored = len(make("lz4", shape).encode(block))
+    block = even_block(shape)
+    stored = len(make("lz4", shape).pack(block))
     assert 0.5 < stored / len(block) < 0.7  # one plane of two nearly vanishes
 
 
-def test_what_cannot_be_compressed_grows_by_a_few_bytes_only():
-    shape = KVLayout(4, 4, 64, "uint8", 16)
+@pytest.mark.parametrize(
+    ("shape", "room"),
+    [
+        (KVLayout(4, 4, 64, "bfloat16", 16), 7 / 8),
+        (KVLayout(4, 4, 64, "float16", 16), 7 / 8),
+        (KVLayout(4, 4, 64, "float32", 16), 15 / 16),
+        (KVLayout(4, 4, 64, "uint8", 16), 15 / 16),
+        (KVLayout(4, 4, 64, "bfloat16", 16, opaque="tiles"), 15 / 16),
+    ],
+)
+def test_what_has_no_room_is_refused(shape, room):
+    codec = make("lz4", shape)
+    assert codec.stored_bytes == room * shape.block_bytes
+    even = np.zeros(shape.block_bytes, np.uint8)
+    np.testing.assert_array_equal(there_and_back(codec, even), even)
     block = np.random.default_rng(0).integers(0, 256, shape.block_bytes, np.uint8)
-    assert len(make("lz4", shape).encode(block)) == len(block) + 4
+    assert len(codec.pack(block)) > shape.block_bytes, "its lengths come on top"
+    with pytest.raises(CodecError, match="has room for"):
+        codec.encode(block)
+
+
+def test_the_last_byte_of_the_room_is_used():
+    """Blocks that need one byte more and more: refused from the first one that needs more than there is."""
+    shape = KVLayout(1, 1, 64, "uint8", 16)
+    codec, fits = make("lz4", shape), []
+    noise = np.random.default_rng(0).integers(0, 256, shape.block_bytes, np.uint8)
+    for count in range(shape.block_bytes):
+        block = np.where(np.arange(shape.block_bytes) < count, noise, 0).astype(np.uint8)
+        length = len(codec.pack(block))
+        if length > codec.stored_bytes:
+            break
+        fits.append(length)
+        np.testing.assert_array_equal(there_and_back(codec, block), block)
+    assert codec.stored_bytes in fits
+
+
+def test_what_fills_the_room_is_zero():
+    codec, block = make("lz4", layout()), even_block(layout())
+    stored, end = codec.encode(block), len(codec.pack(block))
+    assert end < codec.stored_bytes
+    assert stored[end:] == bytes(codec.stored_bytes - end)
+    for at in (end, codec.stored_bytes - 1):
+        with pytest.raises(CodecError, match="other lengths"):
+            codec.decode(stored[:at] + b"\1" + stored[at + 1 :], block.copy())
+
+
+def test_planes_that_are_too_long_or_empty_are_refused():
+    codec, block = make("lz4", layout()), even_block(layout())
+    room = codec.stored_bytes
+    for lengths in ((room, room), (2**32 - 1, 1), (0, 0), (room - 8, 0)):
+        stored = b"".join(length.to_bytes(4, "little") for length in lengths).ljust(room, b"\0")
+        with pytest.raises(CodecError):
+            codec.decode(stored, block.copy())
 
 
 def error_bound(name: str, numbers: np.ndarray, dtype: str) -> np.ndarray:
@@ -175,7 +235,7 @@ def test_lossy_codecs_refuse_layouts_that_they_cannot_bound(name, shape):
 @pytest.mark.parametrize("name", list(CODECS))
 def test_other_bytes_are_refused(name):
     shape = layout()
-    codec, block = make(name, shape), random_block(shape)
+    codec, block = make(name, shape), even_block(shape)
     stored = codec.encode(block)
     for wrong in (b"", stored[:3], stored[:-1], stored + b"\0"):
         with pytest.raises(CodecError):
@@ -187,15 +247,25 @@ def test_damage_to_planes_is_an_error_or_a_block_and_nothing_else(data):
     """The tier's checksum tells; the codec must only not break."""
     shape = KVLayout(2, 2, 32, "bfloat16", 8)
     codec = make("lz4", shape)
-    stored = bytearray(codec.encode(random_block(shape)))
+    stored = bytearray(codec.encode(even_block(shape)))
     for _ in range(data.draw(st.integers(1, 4))):
         stored[data.draw(st.integers(0, len(stored) - 1))] = data.draw(st.integers(0, 255))
     with suppress(CodecError):
         codec.decode(bytes(stored), np.empty(shape.block_bytes, np.uint8))
 
 
+@pytest.mark.parametrize("name", LOSSY)
+@pytest.mark.parametrize("dtype", DTYPES)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_what_somebody_else_stored_is_read_without_complaint(name, dtype, seed):
+    codec = make(name, layout(dtype))
+    stored = np.random.default_rng(seed).integers(0, 256, codec.stored_bytes, np.uint8)
+    stored[: 4 * codec.stored_bytes // 40] |= 0x7F  # scales that are huge, or no numbers
+    codec.decode(stored.tobytes(), np.empty(codec.layout.block_bytes, np.uint8))
+
+
 @pytest.mark.parametrize("name", list(CODECS))
 def test_blocks_of_read_only_memory_are_encoded(name):
-    block = random_block(layout())
+    block = even_block(layout())
     block.flags.writeable = False
     assert make(name, layout()).encode(block)

@@ -11,8 +11,8 @@ import pytest
 from kvstore.errors import ConfigError
 from kvstore.namespace import KVLayout, Namespace
 from kvstore.testing import FakeClock
-from kvstore.testing.disk import FaultySystem
-from kvstore.tiers.disk import DiskOptions, identities, slot_bytes_of
+from kvstore.testing.disk import FaultySystem, identities
+from kvstore.tiers.disk import DiskOptions, slot_bytes_of
 from kvstore.tiers.disk.manifest import LOG_BYTES
 from tests.unit.disk_blocks import (
     BUDGET,
@@ -34,8 +34,8 @@ class TestBudget:
         store = opened(path)
         taken = []
         while len(offsets := store.allocate(slot_bytes_of(SMALL), 12)) == 12:
-            blocks = list(identities(SMALL, prompt(SMALL, 1000 + len(taken), 12)))
-            assert store.write(offsets, blocks, [np.zeros(256, np.uint8)] * 12).all()
+            blocks = identities(SMALL, prompt(SMALL, 1000 + len(taken), 12))
+            assert store.write(offsets, blocks, [np.zeros(256, np.uint8)] * 12).stored.all()
             taken.append(offsets)
             listed = files(path)
             assert (
@@ -64,10 +64,10 @@ class TestBudget:
         for layout in (KVLayout(1, 1, 1, "int8", 4096), KVLayout(1, 1, 1, "int8", 1)):
             namespace = Namespace(b"keys", layout)
             key = rng.integers(0, 1 << 30, 600 * layout.block_tokens, dtype=np.int32).tobytes()
-            blocks = list(identities(namespace, key))
+            blocks = identities(namespace, key)
             offsets = rng.permutation(store.allocate(slot_bytes_of(namespace), 600))
             payloads = [np.zeros(layout.block_bytes, np.uint8)] * 600
-            assert store.write(offsets, blocks, payloads).all()
+            assert store.write(offsets, blocks, payloads).stored.all()
             store.release(slot_bytes_of(namespace), offsets[::2])
             assert store.flush()
         assert (1 << 19) < system.log_bytes <= LOG_BYTES
@@ -109,9 +109,9 @@ class TestBudget:
         store = opened(path, options=DiskOptions(budget, reserve_bytes=0, manifest_bytes=16 << 20))
         namespace = Namespace(b"keys", KVLayout(1, 1, 1, "int8", 4096))
         key = np.arange(4096 * 400, dtype="<i4").tobytes()
-        blocks, size = list(identities(namespace, key)), slot_bytes_of(namespace)
+        blocks, size = identities(namespace, key), slot_bytes_of(namespace)
         payloads = [np.zeros(namespace.layout.block_bytes, np.uint8)] * 400
-        assert store.write(store.allocate(size, 400), blocks, payloads).all()
+        assert store.write(store.allocate(size, 400), blocks, payloads).stored.all()
         store.close()
         system = Watching()
         store = opened(

@@ -8,13 +8,13 @@ import pytest
 
 from kvstore.blocks import FIRST_CHECKSUM
 from kvstore.namespace import KVLayout, Namespace
+from kvstore.testing.disk import identities
 from kvstore.tiers.disk.format import (
     block_digest,
     check,
     checksum_of,
     encode_header,
     header_bytes,
-    identities,
     root_digest,
     slot_bytes_of,
 )
@@ -26,7 +26,7 @@ GENERATION = (3 << 32) + 7
 
 
 def block(index=1, **changes):
-    made = replace(list(identities(NAMESPACE, KEYS))[index], checksum=checksum_of(PAYLOAD))
+    made = replace(identities(NAMESPACE, KEYS)[index], checksum=checksum_of(PAYLOAD))
     return replace(made, **changes)
 
 
@@ -64,9 +64,9 @@ def test_a_block_is_good_for_itself_alone():
     assert verdict(stored(), block(checksum=0)) == "good"
     other_tenant = replace(NAMESPACE, tenant="b")
     other_layout = replace(NAMESPACE, layout=replace(NAMESPACE.layout, dtype="bfloat16"))
-    theirs = list(identities(other_tenant, KEYS))[1]
+    theirs = identities(other_tenant, KEYS)[1]
     assert verdict(stored(), theirs) == "namespace"
-    assert verdict(stored(), list(identities(other_layout, KEYS))[1]) == "namespace"
+    assert verdict(stored(), identities(other_layout, KEYS)[1]) == "namespace"
     assert verdict(stored(), block(0)) == "identity"
     assert verdict(stored(), block(position=2)) == "identity"
     assert verdict(stored(), block(key=KEYS[:16])) == "key"
@@ -104,7 +104,7 @@ def test_a_digest_binds_all_blocks_before_it():
     digests |= {name.digest for name in identities(NAMESPACE, KEYS[16:])}
     digests |= {name.digest for name in identities(replace(NAMESPACE, salt="s"), KEYS)}
     assert len(digests) == 8
-    assert list(identities(NAMESPACE, KEYS, 2)) == list(identities(NAMESPACE, KEYS))[2:]
+    assert identities(NAMESPACE, KEYS, 2) == identities(NAMESPACE, KEYS)[2:]
     assert block_digest(root_digest(NAMESPACE), 0, KEYS[:16]) == block(0).digest
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from kvstore.namespace import KVLayout, Namespace
 from kvstore.testing import FakeClock
-from kvstore.testing.disk import FaultySystem
-from kvstore.tiers.disk import DiskOptions, identities, slot_bytes_of
+from kvstore.testing.disk import FaultySystem, identities
+from kvstore.tiers.disk import DiskOptions, slot_bytes_of
 from kvstore.tiers.disk.listing import batches
 from kvstore.tiers.disk.manifest import LOG_BYTES, MAX_BATCH_BYTES, MAX_BATCH_ROWS, Manifest, Row
 from tests.unit.disk_blocks import BUDGET, SMALL, SMALL_SLOT, everything, opened, prompt, put
@@ -37,7 +37,7 @@ def write_one(store, namespace):
     """Write a block of ``namespace``; return its slot, and whether it was stored."""
     offsets = store.allocate(SMALL_SLOT, 1)
     payload = np.zeros(LAYOUT.block_bytes, np.uint8)
-    (stored,) = store.write(offsets, list(identities(namespace, KEY)), [payload])
+    ((stored,), _) = store.write(offsets, identities(namespace, KEY), [payload])
     return offsets, bool(stored)
 
 
@@ -68,7 +68,9 @@ class TestLog:
         names = [Namespace(b"long", LAYOUT, salt=f"{n:03}" + "s" * 60_000) for n in range(100)]
         blocks = [block for name in names for block in identities(name, KEY)]
         offsets = store.allocate(SMALL_SLOT, 100)
-        assert store.write(offsets, blocks, [np.zeros(LAYOUT.block_bytes, np.uint8)] * 100).all()
+        assert store.write(
+            offsets, blocks, [np.zeros(LAYOUT.block_bytes, np.uint8)] * 100
+        ).stored.all()
         store.release(SMALL_SLOT, offsets)
         store.close()
         store = opened(path, system, options=options)
@@ -81,8 +83,8 @@ class TestLog:
             Namespace(b"n", LAYOUT, salt="s" * int(length))
             for length in rng.integers(0, 60_000, 20)
         ]
-        blocks = [next(identities(names[at], KEY)) for at in rng.integers(0, 20, 2000)]
-        blocks += [next(identities(names[0], KEY))] * 1000
+        blocks = [identities(names[at], KEY)[0] for at in rng.integers(0, 20, 2000)]
+        blocks += [identities(names[0], KEY)[0]] * 1000
         parts = list(batches(blocks, range(3000)))
         assert [index for part in parts for index in part] == list(range(3000))
         assert max(map(len, parts)) == MAX_BATCH_ROWS
@@ -134,7 +136,7 @@ class TestNamespaces:
         size = slot_bytes_of(mine)
         offsets = store.allocate(size, 1)
         key = np.arange(1000, dtype="<i4").tobytes()
-        assert store.write(offsets, list(identities(mine, key)), [np.zeros(2000, np.uint8)]).all()
+        assert store.write(offsets, identities(mine, key), [np.zeros(2000, np.uint8)]).stored.all()
         store.release(size, offsets)
         for number in range(unused):
             offsets, stored = write_one(
@@ -145,7 +147,7 @@ class TestNamespaces:
         other = Namespace(b"other", mine.layout, salt="s" * 3000)
         blocks = [*identities(mine, key * 3), *identities(other, key * 2)]
         offsets = store.allocate(size, 5)
-        assert store.write(offsets, blocks, [np.zeros(2000, np.uint8)] * 5).all()
+        assert store.write(offsets, blocks, [np.zeros(2000, np.uint8)] * 5).stored.all()
         store.close()
         store = opened(path, options=options)
         assert {found.namespace: len(found) for found in store.recover()} == {mine: 3, other: 2}

@@ -8,8 +8,8 @@ import pytest
 from kvstore.blocks import FIRST_CHECKSUM
 from kvstore.errors import ConfigError
 from kvstore.namespace import KVLayout, Namespace
-from kvstore.testing.disk import FaultySystem, is_short
-from kvstore.tiers.disk import identities, slot_bytes_of
+from kvstore.testing.disk import FaultySystem, identities, is_short
+from kvstore.tiers.disk import slot_bytes_of
 from tests.unit.disk_blocks import (
     LARGE,
     OPTIONS,
@@ -72,7 +72,7 @@ class TestWritingAndReading:
         stop = start + (-(-size // 4096) * 4096 if padded else size)
         payload = memory[start:stop] if padded else memory[start + 1 : stop + 1]
         offsets = store.allocate(slot_bytes_of(namespace), 1)
-        assert store.write(offsets, [block], [payload]).all()
+        assert store.write(offsets, [block], [payload]).stored.all()
         target = np.zeros_like(payload)
         assert store.read(offsets, [block], [target]) == ["good"]
         assert (target[:size] == payload[:size]).all()
@@ -154,11 +154,11 @@ class TestWritingAndReading:
 def test_numbers_that_stand_for_no_checksum_are_not_taken_for_one(path):
     store = opened(path)
     key = prompt(SMALL, 0, 3)
-    blocks = list(identities(SMALL, key, checksums=[0, 5, FIRST_CHECKSUM - 1]))
+    blocks = identities(SMALL, key, checksums=[0, 5, FIRST_CHECKSUM - 1])
     offsets = store.allocate(slot_bytes_of(SMALL), 3)
-    assert store.write(offsets, blocks, contents(SMALL, key)).all()
+    assert store.write(offsets, blocks, contents(SMALL, key)).stored.all()
     assert get(store, offsets, blocks) == ["good"] * 3
-    assert get(store, offsets, list(identities(SMALL, key))) == ["good"] * 3
+    assert get(store, offsets, identities(SMALL, key)) == ["good"] * 3
     store.close()
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from kvstore.testing import FakeClock
-from kvstore.testing.disk import FaultySystem
-from kvstore.tiers.disk import identities, slot_bytes_of
+from kvstore.testing.disk import FaultySystem, identities
+from kvstore.tiers.disk import slot_bytes_of
 from kvstore.tiers.disk.files import index_of
 from tests.unit.disk_blocks import (
     BUDGET,
@@ -350,7 +350,7 @@ class TestBadSpots:
         assert store.slots.bad_bytes == 2 * size
         self.system.bad_for("write", [])
         again = store.write(offsets[[2]], blocks[2:3], contents(LARGE, prompt(LARGE, 0, 3))[2:])
-        assert not again.any(), "it is not trusted any more"
+        assert not again.stored.any(), "it is not trusted any more"
         let_go(store, offsets, blocks, ~stored)
         again, _, stored = put(store, LARGE, prompt(LARGE, 0, 12), 10)
         assert stored.all()
@@ -418,7 +418,7 @@ class TestBadSpots:
         offsets = self.store.allocate(SMALL_SLOT, 120)[::2]  # a call for each
         blocks = [block for n in range(60) for block in identities(SMALL, prompt(SMALL, n, 1))]
         payloads = [np.zeros(256, np.uint8)] * 60
-        assert self.store.write(offsets, blocks, payloads).all()
+        assert self.store.write(offsets, blocks, payloads).stored.all()
         self.system.bad_for("read", range(0, BUDGET, 4096))
         self.system.calls.clear()
         assert self.store.read(offsets, blocks, payloads) == ["off"] * 60
@@ -432,7 +432,7 @@ class TestBadSpots:
         store = self.store
         offsets = store.allocate(SMALL_SLOT, 100)
         blocks = [block for n in range(100) for block in identities(SMALL, prompt(SMALL, n, 1))]
-        assert store.write(offsets, blocks, [np.zeros(256, np.uint8)] * 100).all()
+        assert store.write(offsets, blocks, [np.zeros(256, np.uint8)] * 100).stored.all()
         self.system.bad_for("read", range(int(offsets[10]), BUDGET, 4096))
         self.system.calls.clear()
         targets = [np.zeros(256, np.uint8)] * 100

@@ -1,7 +1,7 @@
 """The disk tier's bytes: see :mod:`kvstore.tiers.disk.store`."""
 
 from kvstore.tiers.disk.directory import DiskOptions
-from kvstore.tiers.disk.format import BlockIdentity, identities, slot_bytes_of
+from kvstore.tiers.disk.format import BlockIdentity, slot_bytes_of
 from kvstore.tiers.disk.recovery import RecoveredNamespace
 from kvstore.tiers.disk.store import DiskStore
 
@@ -10,6 +10,5 @@ __all__ = [
     "DiskOptions",
     "DiskStore",
     "RecoveredNamespace",
-    "identities",
     "slot_bytes_of",
 ]

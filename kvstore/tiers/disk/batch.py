@@ -7,20 +7,19 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvstore.blocks import FIRST_CHECKSUM
+from kvstore.blocks import FIRST_CHECKSUM, NO_CHECKSUM
 from kvstore.errors import CodecError
 from kvstore.tiers.arena import slot_bytes as whole_pages
+from kvstore.tiers.codec import Plain
 from kvstore.tiers.disk.files import EndOfFileError
 from kvstore.tiers.disk.format import (
     GOOD,
     aligned,
     check,
     checksum_of,
-    codec_of,
     encode_header,
     header_bytes,
     is_aligned,
-    slot_bytes_of,
 )
 
 if TYPE_CHECKING:
@@ -57,7 +56,7 @@ class Batch:
         """Describe a batch; arguments as for :class:`kvstore.tiers.disk.store.DiskStore`."""
         self.offsets = offsets
         self.blocks = blocks
-        self.sizes = np.array([slot_bytes_of(block.namespace) for block in blocks], np.int64)
+        self.sizes = np.array([block.slot_bytes for block in blocks], np.int64)
         self.generations: list[int] = []
         self.checksums = [block.checksum for block in blocks]
         """Of the payloads, as a reader gets them; those that were not known, and those of codecs with a loss,
@@ -66,6 +65,8 @@ class Batch:
         """Blocks that :meth:`write_run` did not write."""
         self.bad = np.zeros(len(blocks), bool)
         """Blocks that were tried again by themselves, and failed."""
+        self.refused = np.zeros(len(blocks), bool)
+        """Blocks that :meth:`write_run` did not write, since their codec refuses them."""
         self.verdicts = [""] * len(blocks)
         """Of :meth:`read_run`; blocks that have one before are left alone.
 
@@ -131,21 +132,30 @@ class Batch:
         return first
 
     def _write(self, run: list[int]) -> OSError | None:
+        """Write neighbouring blocks with one call for those between two that a codec refuses."""
+        error: OSError | None = None
+        part: list[int] = []
         buffers: list[Pages] = []
         for index in run:
-            block, payload = self.blocks[index], self._payloads[index]
             try:
                 pages = self._stored(index)
             except CodecError:
+                self.refused[index] = True
                 self.leave_out(index, "codec")
-                rest = [self._write([other]) for other in run if not self.verdicts[other]]
-                return next(filter(None, rest), None)
-            if self.checksums[index] < FIRST_CHECKSUM:
-                self.checksums[index] = checksum_of(payload[: block.block_bytes])
+                error = self._write_pages(part, buffers) or error
+                part, buffers = [], []
+                continue
+            block = self.blocks[index]
             header = aligned(header_bytes(len(block.key)))
             encoded = encode_header(block, self.checksums[index], self.generations[index])
             header[:] = np.frombuffer(encoded, np.uint8)
+            part.append(index)
             buffers += [header, pages]
+        return self._write_pages(part, buffers) or error
+
+    def _write_pages(self, run: list[int], buffers: list[Pages]) -> OSError | None:
+        if not run:
+            return None
         try:
             self._segments.write(int(self.offsets[run[0]]), buffers)
         except OSError as error:
@@ -156,22 +166,26 @@ class Batch:
         return None
 
     def _stored(self, index: int) -> Pages:
-        """Return the whole pages to be written for a block, of the payload's own memory where that can be."""
+        """Return the whole pages to be written for a block, of the payload's own memory where that can be.
+
+        Its checksum is known from here on.
+        """
         block, payload = self.blocks[index], self._payloads[index]
-        size, codec = block.stored_bytes, codec_of(block.namespace)
-        if codec is None:
-            pages = _memory(payload, size)
-            if np.may_share_memory(pages, payload):
-                return pages
-            pages[:size] = payload[:size]
+        original = kept = payload[: block.block_bytes]
+        if isinstance(block.codec, Plain):
+            pages, stored = _memory(payload, block.block_bytes), original
         else:
-            stored = codec.encode(payload[: block.block_bytes])
-            back = np.empty(block.block_bytes, np.uint8)
-            codec.decode(stored, back)
-            self.checksums[index] = checksum_of(back)
-            pages = aligned(whole_pages(size))
-            pages[:size] = np.frombuffer(stored, np.uint8)
-        pages[size:] = 0
+            encoded = block.codec.encode(original)
+            if not block.is_exact:
+                kept = np.empty_like(original)
+                block.codec.decode(encoded, kept)
+                self.checksums[index] = NO_CHECKSUM
+            pages, stored = aligned(whole_pages(len(encoded))), np.frombuffer(encoded, np.uint8)
+        if self.checksums[index] < FIRST_CHECKSUM:
+            self.checksums[index] = checksum_of(kept)
+        if not np.may_share_memory(pages, payload):
+            pages[: len(stored)] = stored
+            pages[len(stored) :] = 0
         return pages
 
     def _read(self, run: list[int]) -> OSError | None:
@@ -190,12 +204,9 @@ class Batch:
                 self.blocks[index],
                 self._payloads[index][: self.blocks[index].block_bytes],
             )
-            payload, codec = read[: block.stored_bytes], codec_of(block.namespace)
-            if codec is not None:
-                codec.decode(payload.tobytes(), target)
-                payload = target
+            payload = _decoded(block, read[: block.stored_bytes], target)
             verdict = check(header, payload, block, self.generations[index])
-            if verdict == GOOD and not np.may_share_memory(payload, target):
+            if payload is not None and verdict == GOOD and not np.may_share_memory(payload, target):
                 target[:] = payload
             self.verdicts[index] = verdict
         self._in_a_row = 0
@@ -204,9 +215,20 @@ class Batch:
     def _place(self, index: int) -> Pages:
         """Return the whole pages to read a block into: where its payload belongs, if that can be."""
         block = self.blocks[index]
-        if codec_of(block.namespace) is None:
+        if isinstance(block.codec, Plain):
             return _memory(self._payloads[index], block.block_bytes)
         return aligned(whole_pages(block.stored_bytes))
+
+
+def _decoded(block: BlockIdentity, stored: Pages, target: Pages) -> Pages | None:
+    """Return the block that ``stored`` stands for, in ``target`` if need be; None if it stands for none."""
+    if isinstance(block.codec, Plain):
+        return stored
+    try:
+        block.codec.decode(stored.tobytes(), target)
+    except CodecError:
+        return None
+    return target
 
 
 def _memory(payload: Pages, block_bytes: int) -> Pages:

@@ -19,20 +19,17 @@ import xxhash
 from kvstore.blocks import FIRST_CHECKSUM, NO_CHECKSUM
 from kvstore.tiers.arena import ALIGNMENT
 from kvstore.tiers.arena import slot_bytes as whole_pages
-from kvstore.tiers.codec import LOSSY
+from kvstore.tiers.codec import CODECS, Plain
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
     from numpy.typing import NDArray
 
     from kvstore.namespace import KVLayout, Namespace
-    from kvstore.tiers.codec import Scaled
+    from kvstore.tiers.codec import Codec
 
 MAGIC: Final = b"kvblock\0"
 VERSION: Final = 1
 DIGEST_BYTES: Final = 16
-CODEC_NONE: Final = 0
 GOOD: Final = "good"
 
 _HEADER = struct.Struct("<8sII32s32s16s16sQQQIIQQQ")
@@ -55,6 +52,8 @@ class BlockIdentity:
     """``namespace.key_bytes`` bytes: what the index compares."""
     checksum: int = NO_CHECKSUM
     """:func:`checksum_of` the payload, or a number below ``FIRST_CHECKSUM`` where it is not known."""
+    plain: bool = False
+    """Stored as it is, since the codec of the namespace has refused it."""
 
     @property
     def block_bytes(self) -> int:
@@ -64,7 +63,22 @@ class BlockIdentity:
     @property
     def stored_bytes(self) -> int:
         """Length of what stands for the payload behind the header."""
-        return stored_bytes_of(self.namespace)
+        return self.codec.stored_bytes
+
+    @property
+    def slot_bytes(self) -> int:
+        """Length of its slot."""
+        return slot_bytes_of(self.namespace, plain=self.plain)
+
+    @property
+    def codec(self) -> Codec:
+        """What it is stored by."""
+        return codec_of(self.namespace, plain=self.plain)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether what comes back is what was stored, to the bit."""
+        return self.codec.lossless
 
 
 class _Fields(NamedTuple):
@@ -99,51 +113,33 @@ def block_digest(parent: bytes, position: int, key: bytes) -> bytes:
     return hashlib.blake2b(data, digest_size=DIGEST_BYTES, person=_PERSON).digest()
 
 
-def identities(
-    namespace: Namespace, key: bytes, start: int = 0, checksums: Sequence[int] = ()
-) -> Iterator[BlockIdentity]:
-    """Name the blocks from ``start`` on of the prompt whose block keys are ``key``.
-
-    Args:
-        namespace: of the prompt.
-        key: keys of all its blocks from the first one on, in whole blocks.
-        start: the first block to name.
-        checksums: of the blocks from ``start`` on; none: not known.
-    """
-    parent, stride = root_digest(namespace), namespace.key_bytes
-    for position in range(len(key) // stride):
-        own = key[position * stride : (position + 1) * stride]
-        digest = block_digest(parent, position, own)
-        if position >= start:
-            checksum = int(checksums[position - start]) if len(checksums) else NO_CHECKSUM
-            yield BlockIdentity(namespace, position, parent, digest, own, checksum)
-        parent = digest
-
-
 def header_bytes(key_bytes: int) -> int:
     """Return the length of the header of a block whose key has ``key_bytes``: whole pages."""
     return whole_pages(_HEADER.size + key_bytes)
 
 
-def codec_of(namespace: Namespace) -> Scaled | None:
-    """Return what blocks of ``namespace`` are stored by; None: as they are."""
-    return _codec(namespace.codec, namespace.layout) if namespace.codec else None
+def codec_of(namespace: Namespace, *, plain: bool = False) -> Codec:
+    """Return what blocks of ``namespace`` are stored by, or (``plain``) those that its codec refuses."""
+    return _codec(Plain.name if plain else namespace.codec or Plain.name, namespace.layout)
 
 
-@lru_cache(maxsize=256)
-def _codec(name: str, layout: KVLayout) -> Scaled:
-    return LOSSY[name](layout)
+@lru_cache(maxsize=512)
+def _codec(name: str, layout: KVLayout) -> Codec:
+    """Return a codec, if it saves pages; lengths tell what is stored by it from what is not."""
+    codec = CODECS[name](layout)
+    saves = whole_pages(codec.stored_bytes) < whole_pages(layout.block_bytes)
+    return codec if saves else Plain(layout)
 
 
-def stored_bytes_of(namespace: Namespace) -> int:
-    """Return how many bytes stand for a block of ``namespace``."""
-    codec = codec_of(namespace)
-    return codec.stored_bytes if codec else namespace.layout.block_bytes
+def slot_bytes_of(namespace: Namespace, *, plain: bool = False) -> int:
+    """Return the length of slots of ``namespace``: a header, and what is stored of a block, in pages.
 
-
-def slot_bytes_of(namespace: Namespace) -> int:
-    """Return the length of the slots of ``namespace``: a header, and what is stored of a block, in pages."""
-    return header_bytes(namespace.key_bytes) + whole_pages(stored_bytes_of(namespace))
+    Args:
+        namespace: of the blocks.
+        plain: whether it is about blocks that the codec of the namespace refuses.
+    """
+    stored_bytes = codec_of(namespace, plain=plain).stored_bytes
+    return header_bytes(namespace.key_bytes) + whole_pages(stored_bytes)
 
 
 def checksum_of(payload: NDArray[np.uint8]) -> int:
@@ -165,7 +161,7 @@ def encode_header(block: BlockIdentity, checksum: int, generation: int) -> bytes
         block.position,
         block.block_bytes,
         block.stored_bytes,
-        codec_number(block.namespace),
+        block.codec.number,
         len(block.key),
         generation,
         checksum,
@@ -179,13 +175,16 @@ def encode_header(block: BlockIdentity, checksum: int, generation: int) -> bytes
 
 
 def check(
-    header: NDArray[np.uint8], payload: NDArray[np.uint8], block: BlockIdentity, generation: int
+    header: NDArray[np.uint8],
+    payload: NDArray[np.uint8] | None,
+    block: BlockIdentity,
+    generation: int,
 ) -> str:
     """Say whether what was read is ``block``, as ``generation`` wrote it.
 
     Args:
         header: uint8 ``[header_bytes]``, as read.
-        payload: uint8 ``[block_bytes]``, as read.
+        payload: uint8 ``[block_bytes]``, as read; None: its codec cannot read it.
         block: what must be there; a checksum that is not known is taken from the header.
         generation: that of the write.
 
@@ -199,13 +198,7 @@ def check(
     checksum = found.checksum if block.checksum < FIRST_CHECKSUM else block.checksum
     if data != encode_header(block, checksum, generation):
         return _reason(data, found, block, generation)
-    return GOOD if checksum_of(payload) == checksum else "payload"
-
-
-def codec_number(namespace: Namespace) -> int:
-    """Return what headers say of how blocks of ``namespace`` are stored."""
-    codec = codec_of(namespace)
-    return codec.number if codec else CODEC_NONE
+    return GOOD if payload is not None and checksum_of(payload) == checksum else "payload"
 
 
 def _own_checksum(header: bytes | bytearray) -> bytes:
@@ -232,7 +225,7 @@ def _reason(data: bytes, found: _Fields, block: BlockIdentity, generation: int) 
             (found.header_bytes, found.payload_bytes, found.stored_bytes, found.key_bytes)
             == lengths,
         ),
-        ("codec", found.codec == codec_number(block.namespace)),
+        ("codec", found.codec == block.codec.number),
         ("generation", found.generation == generation),
         ("checksum", block.checksum < FIRST_CHECKSUM or block.checksum == found.checksum),
     )

@@ -19,6 +19,7 @@ from kvstore.tiers.arena import ALIGNMENT
 from kvstore.tiers.disk.format import (
     BlockIdentity,
     block_digest,
+    codec_of,
     root_digest,
     slot_bytes_of,
 )
@@ -51,15 +52,18 @@ class RecoveredNamespace:
     digests: list[bytes]
     checksums: NDArray[np.uint64]
     generations: NDArray[np.int64]
+    plain: NDArray[np.bool_]
+    """Which are stored as they are, though the namespace has a codec."""
 
     def __len__(self) -> int:
         """Blocks."""
         return len(self.keys)
 
     @property
-    def slot_bytes(self) -> int:
+    def slot_sizes(self) -> NDArray[np.int64]:
         """Length of each slot."""
-        return slot_bytes_of(self.namespace)
+        plain, coded = (slot_bytes_of(self.namespace, plain=form) for form in (True, False))
+        return np.where(self.plain, plain, coded)
 
     def identity(self, index: int) -> BlockIdentity:
         """Return what :meth:`kvstore.tiers.disk.store.DiskStore.read` wants to know of a block."""
@@ -72,6 +76,7 @@ class RecoveredNamespace:
             self.digests[index],
             self.keys[index],
             int(self.checksums[index]),
+            plain=bool(self.plain[index]),
         )
 
     def prompts(self) -> Iterator[tuple[bytes, NDArray[np.int64]]]:
@@ -119,7 +124,10 @@ def recover(
     for number, namespace in known.items():
         mine = columns.namespaces == number
         mine &= columns.payload_bytes == namespace.layout.block_bytes
-        sizes[mine] = slot_bytes_of(namespace)
+        for plain in (True, False):
+            stored_bytes = codec_of(namespace, plain=plain).stored_bytes
+            fits = mine & (columns.stored_bytes == stored_bytes)
+            sizes[fits] = slot_bytes_of(namespace, plain=plain)
     offsets = columns.offsets
     fits = (sizes > 0) & (offsets >= 0) & (offsets + sizes <= capacity_bytes)
     fits &= ~_overlapping(offsets, np.where(fits, sizes, 0))
@@ -134,9 +142,18 @@ class _Columns:
     """The rows of a manifest, turned round."""
 
     def __init__(self, rows: Rows) -> None:
-        slots, namespaces, positions, parents, digests, keys, checksums, lengths, _, generations = (
-            zip(*rows, strict=True)
-        )
+        (
+            slots,
+            namespaces,
+            positions,
+            parents,
+            digests,
+            keys,
+            checksums,
+            lengths,
+            stored,
+            generations,
+        ) = zip(*rows, strict=True)
         self.offsets = np.array(slots, np.int64) * ALIGNMENT
         self.namespaces = np.array(namespaces, np.int64)
         self.positions = np.array(positions, np.int64)
@@ -145,6 +162,7 @@ class _Columns:
         self.keys: tuple[bytes, ...] = keys
         self.checksums = np.array(checksums, np.int64).view(np.uint64)
         self.payload_bytes = np.array(lengths, np.int64)
+        self.stored_bytes = np.array(stored, np.int64)
         self.generations = np.array(generations, np.int64)
 
 
@@ -195,4 +213,5 @@ def _linked(namespace: Namespace, columns: _Columns, mine: NDArray[np.intp]) -> 
         [digests[row] for row in kept],
         columns.checksums[which],
         columns.generations[which],
+        columns.stored_bytes[which] != codec_of(namespace).stored_bytes,
     )

@@ -23,7 +23,7 @@ import logging
 import sqlite3
 import threading
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -51,6 +51,15 @@ if TYPE_CHECKING:
     Payloads = Sequence[NDArray[np.uint8]]
 
 logger = logging.getLogger(__name__)
+
+
+class Written(NamedTuple):
+    """What became of blocks that were to be stored; bool ``[n]`` each."""
+
+    stored: NDArray[np.bool_]
+    """Which will be found again."""
+    refused: NDArray[np.bool_]
+    """Which were not stored since the codec of their namespace refuses them: they can be stored plain."""
 
 
 class DiskStore:
@@ -138,6 +147,8 @@ class DiskStore:
     def counts(self) -> Counter[tuple[str, ...]]:
         """Blocks so far: ``written_blocks``, ``unwritten_blocks``, and (``read_blocks``, verdict).
 
+        ``uncoded_blocks`` were neither: their codec has refused them.
+
         ``refused_blocks`` are those of the unwritten ones whose namespace is too long to be listed.
         """
         with self._count_lock:
@@ -161,7 +172,7 @@ class DiskStore:
 
     def write(
         self, offsets: Offsets, blocks: Sequence[BlockIdentity], payloads: Payloads
-    ) -> NDArray[np.bool_]:
+    ) -> Written:
         """Store ``blocks`` in slots that were allocated for them and hold nothing yet.
 
         Args:
@@ -171,10 +182,10 @@ class DiskStore:
                 go on to a whole page, at the address of one, are written without a copy.
 
         Returns:
-            bool ``[n]``: which are stored, and will be found again. The slots of the others stay with the
+            Which are stored, and which are refused. The slots of those that are not stored stay with the
             caller, empty; those that are bad are set aside until the next start, and released all the same.
         """
-        stored = np.zeros(len(blocks), bool)
+        stored, refused = np.zeros(len(blocks), bool), np.zeros(len(blocks), bool)
         listed = [index for index, block in enumerate(blocks) if can_be_listed(block)]
         with self._access.lock:
             for part in batches(blocks, listed):
@@ -189,14 +200,16 @@ class DiskStore:
                             [payloads[index] for index in part],
                         )
                         stored[part] = self._write(directory, batch)
+                        refused[part] = batch.refused
         self._count(
             {
                 ("written_blocks",): int(stored.sum()),
-                ("unwritten_blocks",): int((~stored).sum()),
+                ("unwritten_blocks",): int((~stored & ~refused).sum()),
+                ("uncoded_blocks",): int(refused.sum()),
                 ("refused_blocks",): len(blocks) - len(listed),
             }
         )
-        return stored
+        return Written(stored, refused)
 
     def read(
         self, offsets: Offsets, blocks: Sequence[BlockIdentity], targets: Payloads
@@ -352,7 +365,7 @@ class DiskStore:
 
     def _occupy(self, found: Sequence[RecoveredNamespace]) -> None:
         offsets = np.concatenate([block.offsets for block in found])
-        sizes = np.concatenate([np.full(len(block), block.slot_bytes) for block in found])
+        sizes = np.concatenate([block.slot_sizes for block in found])
         generations = np.concatenate([block.generations for block in found])
         order = np.argsort(offsets)
         self.slots.occupy(offsets[order], sizes[order], generations[order])
