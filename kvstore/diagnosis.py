@@ -42,7 +42,7 @@ MAX_BRANCHES = 256
 """Continuations that are compared with the prompt where it leaves what is known."""
 
 WITHHELD = {
-    "no_room": "all that is stored of the prompt does not fit into memory",
+    "no_room": "memory does not hold so much of one prompt, or its tenant may not have so much",
     "not_worth_loading": "loading it would take longer than computing it",
     "off": "in a tier that is turned off",
 }

@@ -1,4 +1,4 @@
-"""What holds of a pool at any time its lock is free, checked after every step of the tests."""
+"""What holds of a pool while no call is under way, checked after every step of the tests."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ COUNTERS = {
     ),
     "unloaded_blocks": CounterSpec(
         ("tier", "reason"),
-        "Blocks wanted from a slow tier and not loaded: off, not_worth_loading, no_room.",
+        "Blocks wanted from a slow tier and not loaded: off, not_worth_loading, no_room, busy.",
     ),
     "unstored_blocks": CounterSpec(
         ("tier", "reason"),

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from kvstore.blocks import FIRST_CHECKSUM, NO_CHECKSUM, BlockState
+from kvstore.planner import Queue
 from kvstore.tiers.moves import Move, Origin, Prompt, checksums, copy_blocks
 
 if TYPE_CHECKING:
@@ -68,7 +69,10 @@ class Movement:
         owner: Owner,
     ) -> None:
         """Start with nothing under way. ``lock`` is the pool's; movers take it to apply their results."""
-        self.moves: set[Move] = set()
+        self.moves: dict[Move, None] = {}
+        """In the order in which they were started."""
+        self.is_closing = False
+        """Whether nothing need be loaded any more."""
         self.lanes = lanes
         self._copies = copies
         self._table = copies.table
@@ -119,10 +123,13 @@ class Movement:
         ids = [move.ids for move in self.moves if move.target == target]
         return np.concatenate(ids) if ids else np.empty(0, np.int32)
 
-    def queued_bytes(self, source: int) -> int:
-        """Bytes that are being copied from tier ``source``, or wait for it."""
-        moves = (move for move in self.moves if move.source == source)
-        return sum(self._copies.bytes_of(source, move.ids) for move in moves)
+    def queue(self, source: int, ids: Ids | None = None) -> Queue:
+        """Moves from tier ``source`` that are under way: all, or up to the last one with any of ``ids``."""
+        moves = [move for move in self.moves if move.source == source]
+        if ids is not None:
+            mine = [at for at, move in enumerate(moves) if np.isin(move.ids, ids).any()]
+            moves = moves[: max(mine, default=-1) + 1]
+        return Queue(len(moves), sum(self._copies.bytes_of(source, move.ids) for move in moves))
 
     def move(
         self, ids: Ids, source: int, target: int, path: Path, *, drop_source: bool = False
@@ -170,7 +177,7 @@ class Movement:
             self._copies.count_use(index, size_class, int(mine.sum()))
             moves.append(self._move(ids[mine], index, index, offsets[mine], drop_source=False))
         started = [self._start(move) for move in moves]
-        return all(started) and self.moves.isdisjoint(moves)
+        return all(started) and not any(move in self.moves for move in moves)
 
     def _move(
         self, ids: Ids, source: int, target: int, offsets: NDArray[np.int64], *, drop_source: bool
@@ -200,36 +207,38 @@ class Movement:
 
     def _start(self, move: Move) -> bool:
         """Hand ``move``, whose blocks are pinned, to the mover; undo it when that refuses."""
-        self.moves.add(move)
+        self.moves[move] = None
         started = False
         try:
             started = self._lane(move.source, move.target).submit(partial(self._run, move))
         finally:
             if not started:
-                self._finish(move, None, None)
+                self._finish(move, None)
+                self._copies.unpin(move.ids)
         return started
 
     def _run(self, move: Move) -> None:
         """Copy the bytes of ``move`` (no lock held), then apply the result."""
         outcome, began = None, self._clock()
         try:
-            outcome = copy_blocks(move, self._copies.tiers)
+            if not (self.is_closing and move.source == self._copies.num_memory):
+                outcome = copy_blocks(move, self._copies.tiers)
         except Exception:  # whatever a device or driver raises: the blocks stay where they were
             logger.exception("moving %d blocks failed", len(move.ids))
         whole = outcome is not None and bool(outcome.copied.all())
         seconds = self._clock() - began if whole else None
         with self._lock:
-            again = self._finish(move, outcome, seconds)
+            arrived = self._finish(move, outcome)
+            self._owner.ended(move, arrived, seconds)
+            refused = outcome is not None and outcome.refused.any()
+            again = self._again(move, outcome.refused) if outcome and refused else None
+            self._copies.unpin(move.ids)
         if again is not None:
             self._run(again)
 
-    def _finish(self, move: Move, outcome: Outcome | None, seconds: float | None) -> Move | None:
-        """End ``move``: a block counts as arrived when its bytes are what its writer wrote.
-
-        Returns:
-            What is to be done next, at once: the move of those that are to be written as they are.
-        """
-        self.moves.discard(move)
+    def _finish(self, move: Move, outcome: Outcome | None) -> Ids:
+        """End ``move``, but for the references; return what arrived: the bytes are what their writer wrote."""
+        self.moves.pop(move, None)
         copies, ids = self._copies, move.ids
         arrived = self._arrived(move, outcome)
         refused = np.zeros(len(ids), bool) if outcome is None else outcome.refused
@@ -246,13 +255,10 @@ class Movement:
             copies.drop(move.source, ids[arrived & alone])
         if outcome is not None and outcome.lost.any():
             self._lose(ids[outcome.lost], move)
-        self._owner.ended(move, ids[arrived], seconds)
-        again = self._again(move, refused) if refused.any() else None
-        copies.unpin(ids)
-        return again
+        return ids[arrived]
 
     def _again(self, move: Move, refused: NDArray[np.bool_]) -> Move | None:
-        """Return the move of those blocks of ``move`` that their codec has refused, if any are wanted."""
+        """Return the next move, at once: of those blocks of ``move`` that their codec refused, as they are."""
         refused = refused & (self._table.states[move.ids] == BlockState.READY)
         refused &= ~self._copies.have(move.target, move.ids)
         places = np.flatnonzero(refused)
@@ -268,7 +274,7 @@ class Movement:
             return None
         again = self._move(move.ids[places], move.source, move.target, offsets, drop_source=False)
         self._name(again, move.path, move.origin.take(places).as_plain())
-        self.moves.add(again)
+        self.moves[again] = None
         return again
 
     def _arrived(self, move: Move, outcome: Outcome | None) -> NDArray[np.bool_]:
@@ -276,18 +282,21 @@ class Movement:
         ids, table = move.ids, self._table
         if outcome is None:
             return np.zeros(len(ids), bool)
+        wanted = table.states[ids] == BlockState.READY
+        if (
+            move.source != move.target
+        ):  # or another writer has brought it meanwhile, with its own checksum
+            wanted &= ~self._copies.have(move.target, ids)
         sums, known = outcome.checksums, table.checksums[ids]
         hashed = sums != NO_CHECKSUM
         fresh = known < FIRST_CHECKSUM
         fresh |= outcome.changed
         right = fresh | ~hashed | (known == sums)
-        table.checksums[ids[fresh & hashed]] = sums[fresh & hashed]
-        if not right.all():
-            self._owner.discard_corrupt(ids[~right], move.path)
-        missing = ~self._copies.have(move.target, ids)
-        ready = table.states[ids] == BlockState.READY
-        there = missing | (move.source == move.target)
-        arrived: NDArray[np.bool_] = outcome.copied & right & ready & there
+        new = fresh & hashed & wanted
+        table.checksums[ids[new]] = sums[new]
+        if (wrong := wanted & ~right).any():
+            self._owner.discard_corrupt(ids[wrong], move.path)
+        arrived: NDArray[np.bool_] = outcome.copied & right & wanted
         return arrived
 
     def _lose(self, ids: Ids, move: Move) -> None:

@@ -5,11 +5,10 @@ say (:class:`kvstore.tiers.rules.DiskRules`), what was used again, and what is a
 more bytes a second than the budget allows, and never what would be loaded more slowly than computed.
 
 What a request wants and only the disk has is loaded into the last memory tier, leading blocks first, in
-pieces, each of which counts as soon as it is there. Requests for the same blocks share one load. What is being
-loaded for one request is not pushed out by loads for another, for about as long as the former waits.
+pieces, each of which counts as soon as it is there. Requests for the same blocks share one load.
 
-How fast the disk reads is measured by every load, and before the first one by reading some of its blocks
-into nowhere: nobody waits for a slow disk to find out.
+How fast the disk reads is measured by every load; where it is read past the page cache, also before the first
+one, by reading some of its blocks into nowhere: nobody waits for a slow disk to find out.
 
 All methods are called with the pool's lock held, but for :meth:`Offload.keep`.
 """
@@ -20,11 +19,11 @@ import logging
 from collections import Counter
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 
-from kvstore.blocks import BlockState
+from kvstore.blocks import NO_SLOT, BlockState
 from kvstore.movement import PIECE_BYTES
 from kvstore.stats import DiskStats
 from kvstore.tiers.arena import ALIGNMENT
@@ -40,6 +39,7 @@ if TYPE_CHECKING:
     from kvstore.copies import Copies
     from kvstore.movement import Movement
     from kvstore.namespace import Namespace
+    from kvstore.planner import Planner, Queue
     from kvstore.tiers.moves import Move
     from radix import Node
 
@@ -57,9 +57,9 @@ TRIAL_BYTES = 4 << 20
 STUCK_S = 2.0
 """A disk that has not finished a piece for so long is not waited for."""
 
-AWAITED = 2.0
-"""What is loaded is somebody's for so many times the seconds that this should take, and ``AWAITED_S``."""
-AWAITED_S = 0.1
+MIN_TRIAL_BYTES = 1 << 20
+"""Less than this says little of how fast the disk is: more is read when there is more."""
+MAX_TRIALS = 32
 
 WRITE_BACK_FROM = 0.9
 """Share of a memory tier in use from which what would be evicted next is written to the disk."""
@@ -91,7 +91,7 @@ class Coming(NamedTuple):
     left_blocks: int = 0
     """Blocks behind these that stay where they are."""
     cause: str = ""
-    """Why they do: ``off``, ``not_worth_loading`` or ``no_room``."""
+    """Why they do: ``off``, ``not_worth_loading``, ``no_room``, or ``busy``: others come first."""
     is_old: bool = True
     """Whether the index may have changed meanwhile."""
 
@@ -122,15 +122,17 @@ class Offload:
         self._lock = lock
         self._clock = clock
         self._probes = 0
-        self._tried = False
-        """Whether the disk was measured before its first load, or that cannot be."""
-        self._awaited: list[tuple[float, int]] = []
-        """Until when bytes that were loaded are somebody's, and how many."""
+        self._trial: Literal["due", "running", "over"] = "over"
+        """Whether the disk is to be measured before its first load."""
+        self._trials = 0
         self._row: list[tuple[int, float]] = []
         """Bytes and seconds of loads, one after another, that the planner was not told of."""
         self._loading_since_s = 0.0
         """When the load under way began, or the one before it ended."""
         self._written_back_at_s = float("-inf")
+        is_direct = last.disk is not None and last.disk.is_direct
+        if last.rules is not None and last.rules.planner.mode == "auto" and is_direct:
+            self._trial = "due"
 
     # -- loading --------------------------------------------------------------------------------
 
@@ -153,7 +155,9 @@ class Offload:
                 self._fetch(ids[start : start + 1 + self._probes % MAX_PROBE_BLOCKS], path)
             return Coming(start, left_blocks=len(ids) - start, cause=cause)
         self.write_back()
-        wanted = self._admitted(wanted[:MAX_LOAD_BLOCKS])
+        now = self._at_a_time(wanted)
+        cause = cause if len(now) == len(wanted) else "busy"
+        covered, wanted = start + len(now), now
         self._fetch(wanted, path)
         landing = self._movement.under_way(self._memory)
         there = self._copies.in_memory(wanted)
@@ -163,8 +167,7 @@ class Offload:
         cause = cause if start + num_coming == covered else "no_room"
         if there[:num_coming].all():
             return Coming(start + num_coming, left_blocks=left, cause=cause)
-        ready_in_s = rules.planner.wait_s(self._name, self._queued_bytes())
-        self._expect(wanted[:num_coming], ready_in_s)
+        ready_in_s = rules.planner.wait_s(self._name, self._queue(wanted[:num_coming]))
         ready = start + int(there.argmin())
         return Coming(ready, start + num_coming - ready, ready_in_s, left, cause)
 
@@ -179,30 +182,41 @@ class Offload:
         disk, rules, rest = self._disk, self.rules, ids[start:]
         if disk is None or rules is None or not len(rest):
             return Reach(len(ids))
-        if not disk.readable or self._is_stuck():
+        if not disk.readable or self.is_stuck():
             return Reach(start, "off")
-        most = self._most_blocks(rest)
-        if start + len(rest) > most:
-            within = self._reach(ids[:most], start, namespace) if most > start else Reach(start)
-            return within if within.cause else Reach(within.num_blocks, "no_room")
+        most = max(start, min(len(ids), self._most_blocks(rest)))
+        reach = self._worth_waiting(ids[:most], start, rules.planner, namespace)
+        return reach if reach.cause or most == len(ids) else Reach(most, "no_room")
+
+    def _worth_waiting(self, ids: Ids, start: int, planner: Planner, namespace: Namespace) -> Reach:
+        """Do as :meth:`reach`; memory has ``start`` of ``ids``."""
+        rest, width, engine = ids[start:], namespace.layout.block_tokens, engine_of(namespace)
+        if self._trial == "running":
+            return Reach(start, "not_worth_loading", "the disk is being measured")
         landing = np.isin(rest, self._movement.under_way(self._memory))
         absent = np.flatnonzero(~landing & ~self._copies.in_memory(rest))
-        if not len(absent):  # what is landing was found worth it before others queued behind it
+        landed = start + (int(absent[0]) if len(absent) else len(rest))
+        mine = self._queue(ids[start:landed])
+        coming_s = planner.wait_s(self._name, mine)
+        computed_s = planner.prefill_s(engine, start * width, landed * width)
+        if planner.mode == "auto" and landed > start and coming_s > computed_s:
+            detail = f"computing it takes {computed_s:.3g} s, less than what is loaded before it"
+            return Reach(start, "not_worth_loading", detail)
+        if not len(absent):
             return Reach(len(ids))
         num_bytes = self._copies.bytes_of(self._index, rest[absent])
-        width = namespace.layout.block_tokens
-        plan = rules.planner.plan(
-            engine_of(namespace),
+        plan = planner.plan(
+            engine,
             width,
-            (start + int(absent[0])) * width,
+            landed * width,
             -(-num_bytes // len(absent)),
             self._name,
             len(absent),
-            max(0, self._queued_bytes() - self._copies.bytes_of(self._index, rest[landing])),
+            self._queue().behind(mine),
         )
         if plan.num_blocks == len(absent):
             return Reach(len(ids))
-        rate = rules.planner.expected(self._name)[1]
+        rate = planner.expected(self._name)[1]
         detail = (
             f"computing it takes {plan.prefill_s:.3g} s, less than to load {num_bytes} bytes "
             f"at {rate / 1e6:.0f} MB/s"
@@ -210,45 +224,40 @@ class Offload:
         return Reach(start + int(absent[plan.num_blocks]), "not_worth_loading", detail)
 
     def _most_blocks(self, ids: Ids) -> int:
-        """How many blocks like ``ids`` the memory that they are loaded into holds."""
-        slot_size = self._copies.slot_size(self._memory, self._copies.class_of(ids[0]))
-        return self._copies.tiers[self._memory].arena.capacity_slots(slot_size)
+        """How many blocks like ``ids`` the memory holds into which they are loaded, by its size and quotas."""
+        size = self._copies.size(self._copies.class_of(ids[0]))
+        slot_size = size.slot_bytes[self._memory]
+        most = self._copies.tiers[self._memory].arena.capacity_slots(slot_size)
+        ceiling_bytes = self._copies.quotas.ceiling_bytes(size.group)
+        return most if ceiling_bytes is None else min(most, ceiling_bytes // slot_size)
 
-    def _is_stuck(self) -> bool:
+    def is_stuck(self) -> bool:
         """Whether a load under way has taken so long that nobody should wait for others."""
-        if not self._queued_bytes() or self.rules is None:
+        if self.rules is None or not self._queue().loads:
             return False
         expected_s = self.rules.planner.load_s(self._name, PIECE_BYTES)
         return self._clock() > self._loading_since_s + max(STUCK_S, 8 * expected_s)
 
-    def _admitted(self, ids: Ids) -> Ids:
-        """Return the leading ``ids`` whose loads push nothing out that somebody waits for."""
-        now = self._clock()
-        self._awaited = [entry for entry in self._awaited if entry[0] > now]
-        if not self._awaited:
+    def _at_a_time(self, ids: Ids) -> Ids:
+        """Return so many leading ``ids`` that loads which wait for others take half of the memory at most."""
+        ids = ids[:MAX_LOAD_BLOCKS]
+        landing = self._movement.under_way(self._memory)
+        if not self._queue().loads:
             return ids
-        slot_size = self._copies.slot_size(self._memory, self._copies.class_of(ids[0]))
-        capacity_bytes = self._copies.tiers[self._memory].arena.capacity_bytes
-        free = capacity_bytes - sum(num_bytes for _, num_bytes in self._awaited)
-        absent = ~self._copies.in_memory(ids) & ~np.isin(
-            ids, self._movement.under_way(self._memory)
-        )
-        return ids[np.cumsum(absent) * slot_size <= free]
-
-    def _expect(self, ids: Ids, ready_in_s: float) -> None:
-        """Note that somebody will come for ``ids``, of which some are being loaded."""
-        absent = ids[~self._copies.in_memory(ids)]
-        until_s = self._clock() + AWAITED * ready_in_s + AWAITED_S
-        self._awaited.append((until_s, self._copies.bytes_of(self._memory, absent)))
+        absent = ~self._copies.in_memory(ids) & ~np.isin(ids, landing)
+        free = self._copies.tiers[self._memory].arena.capacity_bytes // 2
+        free -= self._copies.bytes_of(self._memory, landing)
+        sizes = self._copies.slot_sizes(self._memory, ids)
+        return ids[np.cumsum(absent * sizes) <= max(free, 0)]
 
     def _fetch(self, ids: Ids, path: Path) -> None:
         """Start moving those of ``ids`` that only the disk has into the last memory tier."""
-        if not self._queued_bytes():
+        if not self._queue().loads:
             self._loading_since_s = self._clock()
         self._movement.move(ids[~self._copies.in_memory(ids)], self._index, self._memory, path)
 
-    def _queued_bytes(self) -> int:
-        return self._movement.queued_bytes(self._index)
+    def _queue(self, ids: Ids | None = None) -> Queue:
+        return self._movement.queue(self._index, ids)
 
     # -- storing --------------------------------------------------------------------------------
 
@@ -263,11 +272,13 @@ class Offload:
         disk, rules, name, copies = self._disk, self.rules, self._name, self._copies
         if disk is None or rules is None:
             return True
-        ids = ids[copies.have(self._memory, ids) & ~copies.have(self._index, ids)]
+        ids = ids[~copies.have(self._index, ids)]
         ids = ids[~np.isin(ids, self._movement.under_way(self._index))]
         ids = ids[copies.lifetimes.lasting(ids)]
+        reachable = copies.have(self._memory, ids)
+        whole, ids = bool(reachable.all()), ids[reachable]
         if not len(ids):
-            return True
+            return whole
         sizes = copies.slot_sizes(self._index, ids)
         reason, allowed = "off", 0
         if disk.writable:
@@ -279,7 +290,7 @@ class Offload:
         moved = self._movement.move(ids[:allowed], self._memory, self._index, path) or 0
         rules.budget.give_back(int(sizes[moved:allowed].sum()))
         copies.counts["unstored_blocks", name, "busy"] += allowed - moved
-        return moved == len(ids)
+        return whole and moved == len(ids)
 
     def refused(self, before: NDArray[np.int64], after: NDArray[np.int64]) -> None:
         """Learn sizes of slots in which blocks were to be written, and of those that the first ones get."""
@@ -345,17 +356,38 @@ class Offload:
         if self.rules is None or self.rules.admission == "second_use":
             return
         until = self._clock() + seconds
+        last, *faster = range(self._memory, -1, -1)
+        for index in [last, *faster, last] if faster else [last]:
+            self._keep_tier(index, until)
+
+    def _keep_tier(self, index: int, until: float) -> None:
+        """Do as :meth:`keep` for what memory tier ``index`` has, until the clock says ``until``."""
         with self._lock:
-            nodes = list(self._copies.tiers[self._memory].policy)[::-1]
+            nodes = list(self._copies.tiers[index].policy)[::-1]
         left_out: set[Node] = set()
         for node in nodes:
             if self._clock() > until:
                 return
+            if index < self._memory:
+                self._bring_down(node, index)
             if not self._movement.lanes.stores.has_room():
-                self._movement.lanes.drain()
+                self._movement.lanes.stores.drain()
             with self._lock:
                 if node.parent in left_out or not self._store_node(node):
                     left_out.add(node)
+
+    def _bring_down(self, node: Node, index: int) -> None:
+        """Copy what only tier ``index`` has of ``node`` to the last memory tier."""
+        for tier in range(index, self._memory):
+            with self._lock:
+                ids = node.blocks[self._copies.have(tier, node.blocks)]
+                ids = ids[(self._table.slots[tier + 1 :, ids] == NO_SLOT).all(axis=0)]
+                if node.parent is None or not len(ids):
+                    return
+                ids = self._copies.leading_ready(ids)
+                self._copies.tiers[tier + 1].policy.arrive(node.path())
+                self._movement.move(ids, tier, tier + 1, Path.to(node))
+            self._movement.lanes.memory.drain()
 
     def forget_lastingly(self) -> None:
         """Have the disk forget for good what was let go of: a crash brings none of it back."""
@@ -390,22 +422,25 @@ class Offload:
             num_bytes = self._copies.bytes_of(move.source, move.ids)
             self._row.append((num_bytes, seconds))
             slow = seconds > 2 * planner.load_s(self._name, num_bytes)
-        if self._row and (seconds is None or slow or not self._queued_bytes()):
+        if self._row and (seconds is None or slow or not self._queue().loads):
+            self._trial = "over"
             totals = map(sum, zip(*self._row, strict=True))
             planner.loaded(self._name, *totals, loads=len(self._row))
             self._row.clear()
 
     def measure(self, ids: Ids) -> None:
-        """Have some of the bytes that the disk has of ``ids`` read into nowhere: once."""
-        if self._tried or self._disk is None or self.rules is None or not len(ids):
+        """Have some of the bytes that the disk has of ``ids`` read into nowhere, until that has told enough."""
+        if self._trial != "due" or not len(ids):
             return
         sizes = self._copies.slot_sizes(self._index, ids)
         slot_size, ids = int(sizes[0]), ids[sizes == sizes[0]]
         offsets = np.sort(self._copies.offsets(self._index, ids))
         gaps = np.flatnonzero(np.diff(offsets) != slot_size)
         num_bytes = int(gaps[0] + 1 if len(gaps) else len(ids)) * slot_size
+        self._trial = "running"
         job = partial(self._run_trial, int(offsets[0]), min(num_bytes, TRIAL_BYTES))
-        self._tried = not self._disk.is_direct or self._movement.lanes.loads.submit(job)
+        if not self._movement.lanes.loads.submit(job):
+            self._trial = "due"
 
     def _run_trial(self, offset: int, num_bytes: int) -> None:
         """Read a page, and then all (no lock held); tell the planner, if no load has yet."""
@@ -413,8 +448,11 @@ class Offload:
         assert self.rules is not None
         tries = [(size, self._disk.try_reading(offset, size)) for size in (ALIGNMENT, num_bytes)]
         with self._lock:
-            if self.rules.planner.is_measured(self._name):
+            if self._trial != "running":  # a load was faster
                 return
+            self._trials += 1
+            enough = num_bytes >= MIN_TRIAL_BYTES and tries[-1][1] is not None
+            self._trial = "over" if enough or self._trials == MAX_TRIALS else "due"
             for size, seconds in tries:
                 if seconds is not None:
                     self.rules.planner.loaded(self._name, size, seconds)

@@ -50,6 +50,20 @@ EDGES = np.array([0, *(1 << bits for bits in range(8, 32))], np.float64)
 MAX_BYTES, MAX_S, TOKEN_S_LIMITS = 1 << 50, 1e6, (1e-8, 1e3)  # measurements beyond are nonsense
 
 
+class Queue(NamedTuple):
+    """Loads out of one tier that come before."""
+
+    loads: int = 0
+    num_bytes: int = 0  # of all together
+
+    def behind(self, first: Queue) -> Queue:
+        """Return what comes after ``first``, with which it begins."""
+        return Queue(self.loads - first.loads, self.num_bytes - first.num_bytes)
+
+
+NO_QUEUE = Queue()
+
+
 class Plan(NamedTuple):
     """What to load."""
 
@@ -64,7 +78,6 @@ class _Tier:
     default_byte_s: float
     latency_s: float
     byte_s: float
-    usual_bytes: float = 0.0  # of a load
     largest_bytes: int = 0
     loads: int = 0
     is_rejected: bool = False  # by the last plan
@@ -75,9 +88,9 @@ class _Tier:
         unproven_s = max(self.default_byte_s - self.byte_s, 0.0)
         return self.latency_s + self.byte_s * num_bytes + unproven_s * beyond
 
-    def queue_s(self, num_bytes: int) -> float:
-        """Seconds for loads of the usual size, one after another, of ``num_bytes`` together."""
-        return num_bytes * (self.byte_s + self.latency_s / (self.usual_bytes or num_bytes or 1))
+    def queue_s(self, queue: Queue) -> float:
+        """Seconds for loads, one after another."""
+        return queue.loads * self.latency_s + queue.num_bytes * self.byte_s
 
     def learn(self, num_bytes: int, seconds: float) -> None:
         expected_s = self.latency_s + self.byte_s * num_bytes
@@ -89,7 +102,6 @@ class _Tier:
         self.latency_s = max(self.latency_s + part * error_s, 0.0)
         byte_s = self.byte_s + (1 - part) * error_s / num_bytes
         self.byte_s = max(byte_s, self.default_byte_s / MAX_SPEEDUP)
-        self.usual_bytes += (num_bytes - self.usual_bytes) * (GAIN if self.loads else 1)
         self.largest_bytes = max(self.largest_bytes, num_bytes)
         self.loads += 1
 
@@ -156,10 +168,9 @@ class Planner:
         """Return the expected seconds to load ``num_bytes`` at once out of ``tier``, without a queue."""
         return float(self._tier(tier).seconds(np.array([num_bytes], np.float64))[0])
 
-    def wait_s(self, tier: str, queued_bytes: int) -> float:
-        """Return the expected seconds until ``queued_bytes``, in loads of the usual size, are there."""
-        known = self._tier(tier)
-        return max(known.queue_s(queued_bytes), self.load_s(tier, queued_bytes))
+    def wait_s(self, tier: str, queue: Queue) -> float:
+        """Return the expected seconds until all that is in ``queue`` is there."""
+        return max(self._tier(tier).queue_s(queue), self.load_s(tier, queue.num_bytes))
 
     def prefill_s(self, digest: bytes, start: int, stop: int) -> float:
         """Return the expected seconds to compute tokens ``[start, stop)`` of a prompt."""
@@ -173,18 +184,18 @@ class Planner:
         block_bytes: int,
         tier: str,
         num_blocks: int,
-        queued_bytes: int = 0,
+        queue: Queue = NO_QUEUE,
     ) -> Plan:
         """Say how many of the ``num_blocks`` blocks behind token ``start`` are worth loading.
 
-        ``tier`` is where they are, of several the slowest; ``queued_bytes`` are loaded out of it before them.
+        ``tier`` is where they are, of several the slowest; ``queue`` is loaded out of it before them.
         """
         if num_blocks <= 0:
             return Plan(0, 0.0, 0.0)
         known = self._tier(tier)
         blocks = np.arange(1, num_blocks + 1, dtype=np.float64)
         prefill_s = self._prefill(digest).seconds(start, start + blocks * block_tokens)
-        load_s = known.seconds(blocks * block_bytes) + known.queue_s(max(queued_bytes, 0))
+        load_s = known.seconds(blocks * block_bytes) + known.queue_s(queue)
         best = num_blocks - 1
         if self.mode == "auto":
             saved_s = prefill_s - load_s

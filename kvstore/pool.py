@@ -39,7 +39,7 @@ from kvstore.blocks import FIRST_CHECKSUM, NO_CHECKSUM, BlockState
 from kvstore.errors import TooLargeError, UsageError
 from kvstore.events import BlockStored, EventLog
 from kvstore.explain import Obituaries
-from kvstore.holds import HOLDS_NOTHING, Hold, Holds
+from kvstore.holds import HOLDS_NOTHING, MAX_CLAIMS, Claim, Hold, Holds
 from kvstore.invariants import check_residency
 from kvstore.lease import Lease, Reservation
 from kvstore.offload import engine_of
@@ -69,6 +69,9 @@ if TYPE_CHECKING:
 
 KEEP_S = 10.0
 """For how long a pool that is closed writes to its disk what only memory has."""
+
+CLAIM_S, MAX_CLAIM_S = 0.1, 10.0
+"""What is being loaded is kept for who waits for it: so long and twice what it should take; at most."""
 
 
 class Pool(Upkeep):
@@ -147,7 +150,8 @@ class Pool(Upkeep):
     def prefetch(self, namespace: Namespace, tokens: object) -> int:
         """Start bringing the known blocks of ``tokens`` one tier up, and no more.
 
-        The order in which blocks leave the pool stays as it is. Returns what :meth:`lookup` does.
+        The order in which blocks leave the pool stays as it is. Returns how many tokens memory has or will have
+        soon: no more than :meth:`lookup` says, and fewer where much is being loaded already.
 
         Raises:
             UsageError: ``tokens`` are not token ids.
@@ -186,6 +190,7 @@ class Pool(Upkeep):
             deferred = may_wait and coming.num_blocks > 0
             ids = ids[: 0 if deferred else coming.ready_blocks]
             self._residency.copies.pin(ids)
+            self._claim(found, key, coming if deferred else None)
             tiers, offsets = self._residency.copies.where(ids)
             if deferred:
                 self._counts["deferred_lookups",] += 1
@@ -207,6 +212,25 @@ class Pool(Upkeep):
             coming_blocks=coming.num_blocks,
             ready_in_s=coming.ready_in_s,
         )
+
+    def _claim(self, found: Found, key: bytes, coming: Coming | None) -> None:
+        """Keep the blocks of a prompt for who waits for what is ``coming``, or no longer if that is None.
+
+        For about as long as it will wait, and of all claims together no more than half of the memory.
+        """
+        copies, claims = self._residency.copies, self._holds.claims
+        what = found.tree.namespace.digest, key
+        before = claims.pop(what, None)
+        if coming is not None and len(claims) < MAX_CLAIMS:
+            memory = copies.num_memory - 1
+            ids = found.usable[: coming.ready_blocks + coming.num_blocks]
+            left = copies.tiers[memory].arena.capacity_bytes // 2 - self._holds.claimed_bytes
+            ids = ids[np.cumsum(copies.slot_sizes(memory, ids)) <= left]
+            until_s = self._clock() + min(CLAIM_S + 2 * coming.ready_in_s, MAX_CLAIM_S)
+            claims[what] = Claim(ids, until_s, copies.bytes_of(memory, ids))
+            copies.pin(ids)
+        if before is not None:
+            copies.unpin(before.ids)
 
     def release(self, lease: Lease) -> None:
         """End ``lease``; blocks that were read from a slower tier are promoted in the background.
@@ -264,8 +288,9 @@ class Pool(Upkeep):
         """Get slots for the whole blocks of ``tokens`` that no one holds or writes yet.
 
         Among them are blocks that others have left unfinished, or, if ``heads`` says so, are writing other
-        heads of; and blocks that only the disk has and nobody loads: who computed them all the same brings them
-        back to memory. Never waits: what finds no room now is left out and counted in ``Reservation.refused``.
+        heads of; and, for who writes whole blocks, those that only the disk has and nobody loads: who computed
+        them all the same brings them back to memory. Never waits: what finds no room is left out, and counted
+        as ``Reservation.refused``.
 
         Args:
             namespace: of the blocks.
@@ -389,7 +414,7 @@ class Pool(Upkeep):
         Leases and reservations should have ended before; those that have not hold nothing any more.
         """
         with self._lock:
-            self._closed = True
+            self._closed = self._residency.movement.is_closing = True
         try:
             self._residency.offload.keep(KEEP_S)
         finally:
@@ -400,8 +425,11 @@ class Pool(Upkeep):
         with self._lock:
             for hold in self._holds.reservations.values():
                 self._abort(hold)
-            for hold in self._holds.leases.values():
-                self._residency.copies.unpin(hold.ids)
+            for lease in self._holds.leases.values():
+                self._residency.copies.unpin(lease.ids)
+            for claim in self._holds.claims.values():
+                self._residency.copies.unpin(claim.ids)
+            self._holds.claims.clear()
             self._holds.reservations.clear()
             self._holds.leases.clear()
             for tier in self._residency.tiers:

@@ -82,9 +82,13 @@ class Quotas:
         """Return the group to which ``tree`` belongs."""
         return self.group_of(tree.namespace.tenant)
 
+    def ceiling_bytes(self, group: str) -> int | None:
+        """Bytes that ``group`` may have at most; None: all."""
+        return self._quotas.get(group, Quota()).ceiling_bytes
+
     def left_bytes(self, group: str) -> int | None:
         """Bytes that ``group`` may take before its own blocks must make room; None: any number."""
-        ceiling = self._quotas.get(group, Quota()).ceiling_bytes
+        ceiling = self.ceiling_bytes(group)
         return None if ceiling is None else ceiling - self.used_bytes[group]
 
     def spare_bytes(self, group: str) -> int:

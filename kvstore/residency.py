@@ -57,11 +57,11 @@ logger = logging.getLogger(__name__)
 MAX_EXPIRED = 64
 """Nodes with expired blocks that one call lets go of; the next one goes on."""
 
+MAX_IN_VAIN = 4
+"""Times in a row that room is made of which nothing is seen: then there is none."""
+
 MAX_SKIPS = 256
 """Nodes in use that one search for victims passes over: it ends early rather than hold the lock."""
-
-MAX_STRANGERS = 4096
-"""Nodes without a block in the tier that it passes over; the next search goes on behind them."""
 
 
 class Found(NamedTuple):
@@ -174,11 +174,12 @@ class Residency:
         return hidden[self.parts.joinable(ids[hidden], heads)]
 
     def away(self, known: Ids) -> NDArray[np.intp]:
-        """Positions of those of ``known`` that only the disk has, and nobody loads."""
+        """Positions of those of ``known`` that only the disk has, and nobody loads in time."""
         if self._num_memory == len(self.tiers):
             return np.empty(0, np.intp)
-        landing = self.movement.under_way(self._num_memory - 1)
-        there = self.copies.in_memory(known) | np.isin(known, landing)
+        there = self.copies.in_memory(known)
+        if not self.offload.is_stuck():
+            there |= np.isin(known, self.movement.under_way(self._num_memory - 1))
         return np.flatnonzero(~there & (self.table.states[known] == BlockState.READY))
 
     def begin_refill(self, known: Ids, positions: NDArray[np.intp]) -> Refill:
@@ -194,7 +195,7 @@ class Residency:
         return refill
 
     def end_refill(self, refill: Refill, *, is_written: bool) -> None:
-        """Put the blocks of ``refill`` into memory, if they were written and nobody else uses them; end it.
+        """Put the blocks of ``refill`` into memory, if they were written and nobody else was faster; end it.
 
         What was written need not be bit for bit what the disk has, which stays there.
         """
@@ -202,8 +203,7 @@ class Residency:
         ids, table = refill.ids, self.table
         if not len(ids):
             return
-        wanted = is_written & (table.states[ids] == BlockState.READY) & (table.refs[ids] == 1)
-        wanted &= ~self.copies.in_memory(ids)
+        wanted = is_written & (table.states[ids] == BlockState.READY) & ~self.copies.in_memory(ids)
         self.copies.give_back(refill.tier, ids[~wanted], refill.offsets[~wanted])
         ids = ids[wanted]
         self.copies.put(refill.tier, ids, refill.offsets[wanted])
@@ -351,9 +351,14 @@ class Residency:
         count = min(count, self.tiers[index].arena.capacity_slots(slot_size))
         if self.quotas and index + 1 == self._num_memory:
             count = self._within_ceiling(index, size_class, count)
-        offsets = self.copies.take(index, size_class, count)
-        while len(offsets) < count and self._evict(index, size_class, count - len(offsets)):
+        offsets, in_vain = self.copies.take(index, size_class, count), 0
+        while len(offsets) < count and in_vain < MAX_IN_VAIN:
+            used_bytes = self.tiers[index].arena.used_bytes
+            if not self._evict(index, size_class, count - len(offsets)):
+                break
+            less = self.tiers[index].arena.used_bytes < used_bytes
             more = self.copies.take(index, size_class, count - len(offsets))
+            in_vain = 0 if less or len(more) else in_vain + 1
             offsets = np.concatenate([offsets, more])
         return offsets
 
@@ -393,8 +398,8 @@ class Residency:
         """
         policy, table, copies = self.tiers[index].policy, self.table, self.copies
         wanted_size, group = copies.slot_size(index, size_class), copies.size(size_class).group
-        largest, skipped, strangers = copies.largest_slot(index), 0, 0
-        while count > 0 and skipped < MAX_SKIPS and strangers < MAX_STRANGERS:
+        largest, skipped = copies.largest_slot(index), 0
+        while count > 0 and skipped < MAX_SKIPS:
             node, allowed_bytes = self._victim(index, group, largest, reason)
             if node is None:
                 return False
@@ -408,7 +413,6 @@ class Residency:
                     skipped += 1
                 else:
                     policy.remove(node)
-                    strangers += 1
                 continue
             slot_size = copies.slot_size(index, copies.class_of(ids[free[-1]]))
             if allowed_bytes is not None:
@@ -492,6 +496,7 @@ class Residency:
         starts = self.copies.offsets(index, np.arange(len(self.table.states), dtype=np.int32))
         moves = self.movement.moves
         coming = [move.target_offsets for move in moves if move.target == index]
+        coming += [refill.offsets for refill in self.refills if refill.tier == index]
         for start, stop in self.tiers[index].arena.slabs(slot_size):
             mates = np.flatnonzero((starts >= start) & (starts < stop)).astype(np.int32)
             taken = any(((offsets >= start) & (offsets < stop)).any() for offsets in coming)

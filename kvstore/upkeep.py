@@ -311,5 +311,7 @@ class Upkeep:
     def _reap(self, now: float) -> None:
         for hold in self._holds.expired(now):
             self._residency.copies.unpin(hold.ids)
+        for claim in self._holds.end_claims(now):
+            self._residency.copies.unpin(claim.ids)
         if self._residency.expire():
             self._unpin_gone()

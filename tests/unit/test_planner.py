@@ -17,6 +17,7 @@ from kvstore.planner import (
     PROBE_S,
     Plan,
     Planner,
+    Queue,
 )
 from kvstore.testing import FakeClock
 
@@ -337,29 +338,21 @@ class TestChoice:
         measure_prefill(measured, linear(2000))
         measure_tier(measured, 1e-3, 1e-9)
         free = plan(measured)
-        queued = plan(measured, queued_bytes=10**8)
+        queued = plan(measured, queue=Queue(1, 10**8))
         assert queued.num_blocks == 100
         assert 0.1 < queued.load_s - free.load_s < 0.11
-        assert plan(measured, queued_bytes=10**9).num_blocks == 0
-        assert plan(measured, queued_bytes=-(10**9)) == free
+        assert plan(measured, queue=Queue(1, 10**9)).num_blocks == 0
 
-    def test_small_loads_in_the_queue_cost_their_latencies(self):
+    def test_every_load_in_the_queue_costs_its_latency_however_small_those_before_were(self):
         measured = planner()
         measure_prefill(measured, linear(100))
-        measure_tier(measured, 0.02, 1e-10, sizes=[10 * MIB, MIB, MIB, MIB, MIB, MIB, MIB, MIB])
-        extra_s = plan(measured, queued_bytes=100 * MIB).load_s - plan(measured).load_s
-        assert 1.2 < extra_s < 2.2
-
-    def test_one_small_load_does_not_make_a_queue_of_small_loads(self):
-        for rounds in (1, 30):
-            measured = planner()
-            measure_prefill(measured, linear(100))
-            measure_tier(measured, 1e-3, 1e-9, sizes=[10 * MIB], rounds=rounds)
-            extra_s = plan(measured, queued_bytes=100 * MIB).load_s - plan(measured).load_s
-            assert extra_s == pytest.approx(10 * 1e-3 + 100e-9 * MIB)
-        measured.loaded("disk", MIB // 16, 1e-3)
-        extra_s = plan(measured, queued_bytes=100 * MIB).load_s - plan(measured).load_s
-        assert 0.105 < extra_s < 0.15
+        measure_tier(measured, 0.02, 1e-10, sizes=[10 * MIB, MIB, 4096])
+        latency_s, bytes_per_s = measured.expected("disk")
+        for loads in (1, 100):
+            queue = Queue(loads, 100 * MIB)
+            extra_s = plan(measured, queue=queue).load_s - plan(measured).load_s
+            assert extra_s == pytest.approx(loads * latency_s + 100 * MIB / bytes_per_s)
+            assert measured.wait_s("disk", queue) >= extra_s
 
     def test_no_blocks(self):
         for mode in ("auto", "always", "never"):
@@ -424,7 +417,7 @@ class TestProbes:
         clock = FakeClock()
         measured = Planner(clock)
         measure_prefill(measured, linear(2000))
-        assert plan(measured, 1, queued_bytes=10**10).num_blocks == 0
+        assert plan(measured, 1, queue=Queue(1, 10**10)).num_blocks == 0
         assert plan(measured).num_blocks == 100
         assert not measured.probe("disk")
 
@@ -473,17 +466,15 @@ events = st.one_of(
     start=st.integers(0, 10_000),
     num_blocks=st.integers(1, 300),
     block_bytes=st.integers(1, 10**8),
-    queued_bytes=st.integers(0, 10**9),
+    queue=st.builds(Queue, st.integers(0, 100), st.integers(0, 10**9)),
 )
 def test_whatever_was_measured_a_plan_is_the_best_by_the_model_and_never_worse_than_none(
-    history, start, num_blocks, block_bytes, queued_bytes
+    history, start, num_blocks, block_bytes, queue
 ):
     measured = planner()
     for name, *arguments in history:
         getattr(measured, name)(*arguments)
-    found = plan(
-        measured, num_blocks, start=start, block_bytes=block_bytes, queued_bytes=queued_bytes
-    )
+    found = plan(measured, num_blocks, start=start, block_bytes=block_bytes, queue=queue)
     loads_s = [measured.load_s("disk", block_bytes * count) for count in range(num_blocks + 1)]
     costs_s = [
         measured.prefill_s(NAMESPACE, start, start + TOKENS * count)
@@ -498,7 +489,7 @@ def test_whatever_was_measured_a_plan_is_the_best_by_the_model_and_never_worse_t
     everything = Planner(FakeClock(), mode="always")
     for name, *arguments in history:
         getattr(everything, name)(*arguments)
-    queue_s = plan(everything, 1, block_bytes=block_bytes, queued_bytes=queued_bytes).load_s
+    queue_s = plan(everything, 1, block_bytes=block_bytes, queue=queue).load_s
     queue_s -= loads_s[1]
     assert queue_s >= -1e-9
     gains_s = [cost - load - queue_s for cost, load in zip(costs_s, loads_s, strict=True)][1:]

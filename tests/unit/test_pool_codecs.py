@@ -1,9 +1,7 @@
 """A pool with a disk whose blocks a codec makes smaller, or refuses: then they are stored as they are."""
 
-import tempfile
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -28,22 +26,24 @@ CODED, PLAIN = slot_bytes_of(SPACE), slot_bytes_of(SPACE, plain=True)
 NOISE = {1, 4}
 
 
-@pytest.fixture
-def path():
-    """A directory that does not exist yet, on a real file system."""
-    with tempfile.TemporaryDirectory(prefix="kvstore-pool-", dir="/var/tmp") as directory:
-        yield Path(directory) / "tier"
-
-
 def room(pages):
     """Options of a disk with slots of so many pages."""
     budget = (pages + 1) * 4096 + (1 << 20) + LOG_BYTES
     return DiskOptions(budget, budget, reserve_bytes=0, manifest_bytes=1 << 20, threads=2)
 
 
-def opened(path, *, blocks=40, disk_pages=1000, admission="always", bytes_per_s=0, **more):
+def opened(
+    path,
+    *,
+    blocks=40,
+    disk_pages=1000,
+    admission="always",
+    bytes_per_s=0,
+    load="always",
+    **more,
+):
     clock = FakeClock()
-    rules = DiskRules(admission, WriteBudget(clock, bytes_per_s), Planner(clock, mode="always"))
+    rules = DiskRules(admission, WriteBudget(clock, bytes_per_s), Planner(clock, mode=load))
     disk = DiskStore(path, room(disk_pages), clock)
     return small_pool(blocks * PAGES, clock=clock, disk=disk, rules=rules, **more)
 
@@ -186,10 +186,10 @@ class TestBothForms:
             assert lease.coming_blocks == 6
             movement = pool._residency.movement
             assert [len(move.ids) for move in movement.moves] == [6]
-            assert movement.queued_bytes(1) == 4 * CODED + 2 * PLAIN
+            assert movement.queue(1) == (1, 4 * CODED + 2 * PLAIN)
             pool.check_invariants()
             mover.drain()
-            assert movement.queued_bytes(1) == 0
+            assert movement.queue(1) == (0, 0)
             assert get(pool, 0, 6) == 6
 
     def test_pieces_have_about_so_many_bytes_whatever_the_forms(self, path, monkeypatch):
@@ -215,8 +215,8 @@ class TestBothForms:
             pool.acquire(SPACE, prompt(0, 3), may_wait=True)
             pool.acquire(SPACE, prompt(0, 6), may_wait=True)
             assert asked == [
-                (-(-(2 * CODED + PLAIN) // 3), "disk", 3, 0),
-                (-(-(2 * CODED + PLAIN) // 3), "disk", 3, 0),
+                (-(-(2 * CODED + PLAIN) // 3), "disk", 3, (0, 0)),
+                (-(-(2 * CODED + PLAIN) // 3), "disk", 3, (0, 0)),
             ]
             mover.drain()
 
@@ -224,7 +224,7 @@ class TestBothForms:
         with opened(path) as pool:
             put(pool, 0, 6, noise={0, 1})
         mover, tried = ManualMover(), []
-        with opened(path, mover=mover) as pool:
+        with opened(path, mover=mover, load="auto") as pool:
             disk = pool._residency.tiers[-1].disk
             read = disk.try_reading
             disk.try_reading = lambda offset, size: tried.append(size) or read(offset, size)

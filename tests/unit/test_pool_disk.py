@@ -12,6 +12,7 @@ from kvstore.errors import UsageError
 from kvstore.namespace import KVLayout, Namespace
 from kvstore.offload import WRITE_BACK_FROM, engine_of
 from kvstore.planner import Plan, Planner
+from kvstore.quotas import Quota
 from kvstore.testing import FakeClock, ManualMover, pattern, small_pool
 from kvstore.testing.disk import FaultySystem, fails_at
 from kvstore.tiers.disk import DiskOptions, DiskStore, slot_bytes_of
@@ -178,6 +179,24 @@ class TestTheEnd:
         with opened(path) as pool:
             assert get(pool, prompt(0, 4)) == 4
             assert get(pool, prompt(0, 4), other) == 0
+
+    def test_is_written_with_what_only_faster_memory_had(self, path):
+        def opened_with_gpu():
+            clock = FakeClock()
+            rules = DiskRules("value", WriteBudget(clock, 0), Planner(clock, mode="always"))
+            disk = DiskStore(path, OPTIONS, clock)
+            return small_pool(80, 40, disk=disk, rules=rules, clock=clock)
+
+        def known(pool):
+            return [pool.lookup(SPACE, prompt(number, 6, shared=1)) for number in range(6)]
+
+        with opened_with_gpu() as pool:
+            for number in range(6):
+                put(pool, prompt(number, 6, shared=1))
+            assert (pool._residency.table.slots[1:] < 0).all(axis=0).any(), "gpu alone has some"
+            before = known(pool)
+        with opened_with_gpu() as pool:
+            assert known(pool) == before
 
     def test_is_not_written_for_ever(self, path):
         clock, system = FakeClock(), FaultySystem()
@@ -360,23 +379,109 @@ class TestLoading:
     def test_loads_push_nothing_out_that_somebody_waits_for(self, path):
         mover, clock = ManualMover(), FakeClock()
         with opened(path, pages=40, admission="always", mover=mover, clock=clock) as pool:
-            for number in range(2):
-                put(pool, prompt(number, 12))
+            for number in range(3):
+                put(pool, prompt(number, 9))
                 pool.drain()
-                assert pool.demote(SPACE, prompt(number, 12), "dram") == 12
-            lease = pool.acquire(SPACE, prompt(0, 12), may_wait=True)
-            assert lease.coming_blocks == 12
+                assert pool.demote(SPACE, prompt(number, 9), "dram") == 9
+            lease = pool.acquire(SPACE, prompt(0, 9), may_wait=True)
+            assert lease.coming_blocks == 9
             mover.drain()
-            other = pool.acquire(SPACE, prompt(1, 12), may_wait=True)
-            assert other.coming_blocks == 8, "that is what is left of 20"
-            mover.drain()
-            assert get(pool, prompt(0, 12), may_wait=True) == 12
+            for number in range(1, 3):
+                pool.acquire(SPACE, prompt(number, 9), may_wait=True)
+                mover.drain()
+                pool.check_invariants()
+            assert pool.lookup(SPACE, prompt(0, 9)) == 9 * WIDTH
+            assert get(pool, prompt(0, 9), may_wait=True) == 9
             clock.advance(60.0)
-            lease = pool.acquire(SPACE, prompt(1, 12), may_wait=True)
-            assert (lease.ready_blocks, lease.coming_blocks) == (8, 4)
-            mover.drain()
-            assert get(pool, prompt(1, 12)) == 12
+            put(pool, prompt(4, 20))
+            assert in_memory(pool) == 20, "nothing is kept for those who did not come"
             pool.check_invariants()
+
+    def test_all_who_want_the_same_blocks_get_them(self, path):
+        mover = ManualMover()
+        with self.evicted(path, mover=mover) as pool:
+            for _ in range(30):
+                assert pool.acquire(SPACE, prompt(0, 5), may_wait=True).coming_blocks == 5
+                assert pool.acquire(SPACE, prompt(0, 4), may_wait=True).coming_blocks == 4
+            mover.drain()
+            assert get(pool, prompt(0, 4), may_wait=True) == 4
+            assert get(pool, prompt(0, 5), may_wait=True) == 5
+
+    def test_what_waits_for_others_takes_half_of_the_memory_at_most(self, path):
+        mover = ManualMover()
+        with opened(path, pages=100, admission="always") as pool:
+            for number in range(3):
+                put(pool, prompt(number, 6))
+        with opened(path, pages=40, mover=mover) as pool:
+            assert pool.acquire(SPACE, prompt(0, 6), may_wait=True).coming_blocks == 6
+            assert pool.acquire(SPACE, prompt(1, 6), may_wait=True).coming_blocks == 4
+            assert pool.acquire(SPACE, prompt(2, 6), may_wait=True).coming_blocks == 0
+            assert get(pool, prompt(2, 6)) == 0
+            assert pool.stats().counts["unloaded_blocks", "disk", "busy"] == 12
+            put(pool, prompt(3, 10))
+            assert get(pool, prompt(3, 10)) == 10, "a disk that hangs leaves room"
+            mover.drain()
+
+    def test_who_comes_late_is_not_told_to_wait_longer_than_computing_takes(self, path):
+        mover = ManualMover()
+        with opened(path, pages=1000, admission="always") as pool:
+            put(pool, prompt(0, 200))
+        with opened(path, pages=800, mover=mover, load="auto") as pool:
+            mover.drain()
+            planner = pool._residency.offload.rules.planner
+            planner.plan = lambda *given: Plan(given[5], 0.0, 0.0)
+            assert pool.acquire(SPACE, prompt(0, 200), may_wait=True).coming_blocks == 200
+            for _ in range(30):
+                planner.loaded("disk", 200 * 12288, 60.0)
+            lease = pool.acquire(SPACE, prompt(0, 200), may_wait=True)
+            assert (lease.coming_blocks, lease.ready_in_s) == (0, 0.0)
+            mover.drain()
+            assert get(pool, prompt(0, 200)) == 200
+
+    def test_no_more_is_promised_than_a_tenant_may_have(self, path):
+        space = replace(SPACE, tenant="acme")
+        with opened(path, pages=100, admission="always") as pool:
+            put(pool, prompt(0, 10), space)
+        quotas = {"acme": Quota(ceiling_bytes=5 * 8192)}
+        with opened(path, pages=40, quotas=quotas) as pool:
+            assert pool.lookup(space, prompt(0, 10)) == 5 * WIDTH
+            assert get(pool, prompt(0, 10), space) == 5
+
+    def test_a_pinned_block_that_is_computed_again_comes_back_to_memory(self, path):
+        with self.evicted(path) as pool:
+            pool._residency.offload.rules.planner.mode = "never"
+            assert pool.pin("mine", SPACE, prompt(0, 5)) == 5 * WIDTH
+            assert len(put(pool, prompt(0, 5)).indices) == 5
+            assert get(pool, prompt(0, 5)) == 5
+            pool.check_invariants()
+
+    def test_a_load_that_comes_after_the_writer_changes_nothing(self, path):
+        mover = ManualMover()
+        lanes = Lanes(InlineMover(), mover, InlineMover())
+        with self.evicted(path, mover=lanes) as pool:
+            reservation = pool.reserve(SPACE, prompt(0, 5))
+            for slot in reservation.slots():
+                slot[:] = 7
+            assert pool.acquire(SPACE, prompt(0, 5), may_wait=True).coming_blocks == 5
+            pool.commit(reservation)
+            mover.drain()
+            pool.check_invariants()
+            with pool.acquire(SPACE, prompt(0, 5)) as lease:
+                assert [int(slot[0]) for slot in lease.slots()] == [7] * 5
+                assert pool.verify(lease) == 5
+            assert pool.stats().counts["corrupt_blocks",] == 0
+
+    def test_another_size_finds_no_room_where_blocks_are_being_written_again(self, path):
+        large = Namespace(b"other", KVLayout(1, 1, 2048, "float32", WIDTH))
+        with opened(path, pages=40, admission="always") as pool:
+            put(pool, prompt(0, 20))
+            pool.demote(SPACE, prompt(0, 20), "dram")
+            reservation = pool.reserve(SPACE, prompt(0, 20))
+            assert len(reservation.indices) == 20
+            assert not len(put(pool, prompt(1, 2), large).indices)
+            pool.check_invariants()
+            pool.abort(reservation)
+            assert len(put(pool, prompt(1, 2), large).indices) == 2
 
     def test_nobody_waits_for_a_slow_disk_to_find_out(self, path):
         clock = FakeClock()
@@ -781,7 +886,8 @@ class TestRealMovers:
             put(pool, prompt(0, 20))
             put(pool, prompt(1, 200))
         mover, clock = ManualMover(), FakeClock()
-        with opened(path, pages=800, mover=mover, clock=clock, load="auto") as pool:
+        with opened(path, pages=1000, mover=mover, clock=clock, load="auto") as pool:
+            mover.drain()
             planner = pool._residency.offload.rules.planner
             for _ in range(60):
                 planner.loaded("disk", 20 * 12288, 20 * 12288 / 20e6)
