@@ -95,7 +95,11 @@ class Prompts:
 def test_one_flush_of_the_bytes_and_one_of_the_log(path):
     system, prompts = Committing(), Prompts()
     store = opened(path, system, options=OPTIONS)
-    prompts.put(store, 0)
+    system.steps.clear()
+    assert prompts.put(store, 0)[1].all()
+    assert system.steps == [NORMAL, "sync", NORMAL, NORMAL, FULL], (
+        "first a number for the namespace"
+    )
     system.steps.clear()
     offsets, stored = prompts.put(store, 1)
     assert stored.all()

@@ -5,10 +5,10 @@ start. A row is written after its block is on the device, and deleted before its
 
 SQLite runs in WAL mode. A transaction that lasts is committed with ``synchronous=FULL``, which flushes the
 log, and with it all transactions before. Of those that list the blocks of one batch only the last one does:
-when a block is reported as stored, its row has reached the device. The others, and those that delete rows, are
-committed with ``NORMAL``: the death of the process cannot undo them, but loss of power can, from some
-transaction on. Then rows may be left for slots that hold something else by now. The header tells when such
-a block is read, by its generation, which nobody can guess.
+when a block is reported as stored, its row has reached the device. The others, and those that delete rows or
+number namespaces, are committed with ``NORMAL``: the death of the process cannot undo them, but loss of power
+can, from some transaction on. Then rows may be left for slots that hold something else by now. The header
+tells when such a block is read, by its generation, which nobody can guess.
 
 Not thread-safe: the store calls it under a lock of its own.
 """
@@ -177,9 +177,9 @@ class Manifest:
     def names(self, namespaces: dict[bytes, bytes]) -> dict[bytes, int]:
         """Return the number of each namespace, digest → encoded, given to it now if need be.
 
-        Together they have at most ``MAX_BATCH_BYTES``.
+        Together they have at most ``MAX_BATCH_BYTES``. New numbers last as soon as rows do that have them.
         """
-        with self._transaction():
+        with self._transaction(lasting=False):
             self._connection.executemany(
                 "INSERT OR IGNORE INTO namespaces (digest, encoded) VALUES (?, ?)",
                 namespaces.items(),
