@@ -114,7 +114,7 @@ class KVLayout:
         )
         return self.num_layers * per_layer * DTYPE_BYTES[self.dtype]
 
-    @property
+    @cached_property
     def block_bytes(self) -> int:
         """Bytes of one block."""
         return self.token_bytes * self.block_tokens

@@ -11,7 +11,7 @@ from kvstore.namespace import KVLayout, Namespace
 from kvstore.testing import FakeClock
 from kvstore.testing.disk import FaultySystem, identities
 from kvstore.tiers.disk import DiskOptions, slot_bytes_of
-from kvstore.tiers.disk.listing import batches
+from kvstore.tiers.disk.listing import MAX_PART_BLOCKS, batches
 from kvstore.tiers.disk.manifest import LOG_BYTES, MAX_BATCH_BYTES, MAX_BATCH_ROWS, Manifest, Row
 from tests.unit.disk_blocks import BUDGET, SMALL, SMALL_SLOT, everything, opened, prompt, put
 
@@ -56,8 +56,10 @@ class TestLog:
             ]
 
         for start in range(0, 2 * gap * count, count):  # in order: the leaves are full
-            manifest.insert(rows(range(2 * start, 2 * (start + count), 2)))
-        manifest.insert(rows(range(gap + 1, 2 * gap * count, 2 * gap)))
+            manifest.insert(rows(range(2 * start, 2 * (start + count), 2)), lasting=True)
+        for place in range(4):  # the parts of a batch
+            first = gap + 1 + 2 * place * (gap // 4)
+            manifest.insert(rows(range(first, 2 * gap * count, 2 * gap)), lasting=place == 3)
         assert 2 * count * 4096 < system.log_bytes <= LOG_BYTES
         manifest.close()
 
@@ -87,7 +89,7 @@ class TestLog:
         blocks += [identities(names[0], KEY)[0]] * 1000
         parts = list(batches(blocks, range(3000)))
         assert [index for part in parts for index in part] == list(range(3000))
-        assert max(map(len, parts)) == MAX_BATCH_ROWS
+        assert max(map(len, parts)) == MAX_PART_BLOCKS
         for part in parts:
             salts = {len(blocks[index].namespace.salt) for index in part}
             assert sum(salts) + len(part) * len(KEY) <= MAX_BATCH_BYTES
@@ -127,9 +129,11 @@ class TestNamespaces:
         assert len(everything(store)[1]) == 12 * 12
         store.close()
 
+    @pytest.mark.parametrize("max_rows", [1, MAX_BATCH_ROWS])
     @pytest.mark.parametrize("unused", range(3, 11))
-    def test_those_of_the_batch_itself_stay(self, path, unused):
-        """Whether the list is full before or after they got their numbers."""
+    def test_those_of_the_batch_itself_stay(self, path, unused, max_rows, monkeypatch):
+        """Whether the list is full before or after they got their numbers, in whatever transaction."""
+        monkeypatch.setattr("kvstore.tiers.disk.listing.MAX_BATCH_ROWS", max_rows)
         options = DiskOptions(BUDGET, reserve_bytes=0, manifest_bytes=64 << 10)
         store = opened(path, options=options)
         mine = Namespace(b"mine", KVLayout(1, 1, 1, "int8", 1000))

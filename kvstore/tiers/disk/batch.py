@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     Pages = NDArray[np.uint8]
 
 MIN_CALL_BYTES = 1 << 20
-MAX_CALL_BYTES = 8 << 20
-"""One call moves about this much, if as many slots lie side by side."""
+MAX_CALL_BYTES = 2 << 20
+"""One call moves about this much, if as many slots lie side by side: the next calls are prepared meanwhile."""
 MAX_CALL_SLOTS = 512
 """Two buffers each."""
 MAX_BAD_IN_A_ROW = 3

@@ -1,8 +1,13 @@
-"""How blocks are put on the manifest's list: in transactions of limited size, under numbers of namespaces."""
+"""How blocks are put on the manifest's list: in transactions of limited size, under numbers of namespaces.
+
+A part of a batch is written, flushed and listed as a whole. Its rows take several transactions, so that the
+log stays short, and one flush of the log, with the last of them.
+"""
 
 from __future__ import annotations
 
 import sqlite3
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from kvstore.protocol import encode_namespace
@@ -25,6 +30,9 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 
+MAX_PART_BLOCKS = 4 * MAX_BATCH_ROWS
+"""Blocks that share two flushes, and that are not stored where one of these fails."""
+
 
 def can_be_listed(block: BlockIdentity) -> bool:
     """Whether namespace and key are short enough for one transaction."""
@@ -33,7 +41,7 @@ def can_be_listed(block: BlockIdentity) -> bool:
 
 
 def batches(blocks: Sequence[BlockIdentity], indices: Iterable[int]) -> Iterator[list[int]]:
-    """Cut ``indices`` of ``blocks`` into parts that fit into one transaction each."""
+    """Cut ``indices`` of ``blocks`` into parts, whose keys and namespaces fit into one transaction each."""
     part: list[int] = []
     num_bytes, known = 0, set[bytes]()
     for index in indices:
@@ -41,7 +49,7 @@ def batches(blocks: Sequence[BlockIdentity], indices: Iterable[int]) -> Iterator
         new = 0
         if block.namespace.digest not in known:
             new = max(len(encode_namespace(block.namespace)), PAGE_BYTES)
-        if len(part) == MAX_BATCH_ROWS or num_bytes + new + len(block.key) > MAX_BATCH_BYTES:
+        if len(part) == MAX_PART_BLOCKS or num_bytes + new + len(block.key) > MAX_BATCH_BYTES:
             if part:
                 yield part
             part, num_bytes, known = [], 0, set()
@@ -80,13 +88,17 @@ class Listing:
             self._numbers |= self._with_room(manifest, lambda: manifest.names(new), known)
 
     def insert(self, manifest: Manifest, batch: Batch, which: Iterable[int]) -> None:
-        """List the blocks ``which`` of ``batch``, which have numbers; they last on return.
+        """List the blocks ``which`` of ``batch``, one part, which have numbers; they last on return.
 
         Raises:
-            OSError, sqlite3.Error: none of them is listed.
+            OSError, sqlite3.Error: some of them may be listed all the same.
         """
         rows = [_row(batch, index, self._numbers) for index in which]
-        self._with_room(manifest, lambda: manifest.insert(rows), {row.namespace for row in rows})
+        keep = {row.namespace for row in rows}
+        for start in range(0, len(rows), MAX_BATCH_ROWS):
+            stop = start + MAX_BATCH_ROWS
+            insert = partial(manifest.insert, rows[start:stop], lasting=stop >= len(rows))
+            self._with_room(manifest, insert, keep)
 
     def _with_room(
         self, manifest: Manifest, change: Callable[[], Result], keep: Collection[int]

@@ -3,10 +3,12 @@
 The header of a block on disk decides what it is; the manifest only saves reading all headers at the
 start. A row is written after its block is on the device, and deleted before its slot is written again.
 
-SQLite runs in WAL mode. Rows are inserted with ``synchronous=FULL``: when a block is reported as stored, its
-row has reached the device. Rows are deleted with ``NORMAL``, which saves one of three flushes of a batch: the
-death of the process cannot undo that, but loss of power can, and then rows may be left for slots that hold
-something else by now. The header tells when such a block is read, by its generation, which nobody can guess.
+SQLite runs in WAL mode. A transaction that lasts is committed with ``synchronous=FULL``, which flushes the
+log, and with it all transactions before. Of those that list the blocks of one batch only the last one does:
+when a block is reported as stored, its row has reached the device. The others, and those that delete rows or
+number namespaces, are committed with ``NORMAL``: the death of the process cannot undo them, but loss of power
+can, from some transaction on. Then rows may be left for slots that hold something else by now. The header
+tells when such a block is read, by its generation, which nobody can guess.
 
 Not thread-safe: the store calls it under a lock of its own.
 """
@@ -175,9 +177,9 @@ class Manifest:
     def names(self, namespaces: dict[bytes, bytes]) -> dict[bytes, int]:
         """Return the number of each namespace, digest → encoded, given to it now if need be.
 
-        Together they have at most ``MAX_BATCH_BYTES``.
+        Together they have at most ``MAX_BATCH_BYTES``. New numbers last as soon as rows do that have them.
         """
-        with self._transaction():
+        with self._transaction(lasting=False):
             self._connection.executemany(
                 "INSERT OR IGNORE INTO namespaces (digest, encoded) VALUES (?, ?)",
                 namespaces.items(),
@@ -185,15 +187,17 @@ class Manifest:
         query = "SELECT id FROM namespaces WHERE digest = ?"
         return {digest: self._fetch(query, digest)[0][0] for digest in namespaces}
 
-    def insert(self, rows: Sequence[Row]) -> None:
-        """Add ``rows``, all or none; they last on return, and so does every change before.
+    def insert(self, rows: Sequence[Row], *, lasting: bool) -> None:
+        """Add ``rows``, all or none.
 
-        They are at most ``MAX_BATCH_ROWS``, and their keys have at most ``MAX_BATCH_BYTES``.
+        Args:
+            rows: at most ``MAX_BATCH_ROWS``, not none; their keys have at most ``MAX_BATCH_BYTES``.
+            lasting: whether loss of power must not undo it, nor any change before.
         """
         places = ", ".join("?" * len(Row._fields))
-        with self._transaction():
+        with self._transaction(lasting=lasting):
             self._connection.executemany(f"INSERT OR REPLACE INTO blocks VALUES ({places})", rows)  # noqa: S608
-        self._unsettled &= not rows
+        self._unsettled = not lasting
 
     def delete(self, slots: Iterable[int], *, lasting: bool) -> None:
         """Remove the rows of ``slots``, at most ``MAX_BATCH_ROWS``, all or none.
@@ -202,16 +206,10 @@ class Manifest:
             slots: page numbers.
             lasting: whether loss of power must not bring them back.
         """
-        if not lasting:
-            self._fetch("PRAGMA synchronous=NORMAL")
-        try:
-            with self._transaction():
-                self._connection.executemany(
-                    "DELETE FROM blocks WHERE slot = ?", [(slot,) for slot in slots]
-                )
-        finally:
-            self._unsettled |= not lasting
-            self._fetch("PRAGMA synchronous=FULL")
+        with self._transaction(lasting=lasting):
+            self._connection.executemany(
+                "DELETE FROM blocks WHERE slot = ?", [(slot,) for slot in slots]
+            )
 
     def settle(self) -> None:
         """Wait until every change lasts: on return loss of power cannot undo it."""
@@ -258,12 +256,19 @@ class Manifest:
             raise sqlite3.DatabaseError(f"the manifest is damaged: {error}") from error
 
     @contextmanager
-    def _transaction(self) -> Iterator[None]:
-        self._connection.execute("BEGIN IMMEDIATE")
+    def _transaction(self, *, lasting: bool = True) -> Iterator[None]:
+        if not lasting:
+            self._unsettled = True
+            self._fetch("PRAGMA synchronous=NORMAL")
         try:
-            yield
-            self._system.commit(self._connection)
-        except BaseException:
-            with suppress(sqlite3.Error):
-                self._connection.execute("ROLLBACK")
-            raise
+            self._connection.execute("BEGIN IMMEDIATE")
+            try:
+                yield
+                self._system.commit(self._connection)
+            except BaseException:
+                with suppress(sqlite3.Error):
+                    self._connection.execute("ROLLBACK")
+                raise
+        finally:
+            if not lasting:
+                self._fetch("PRAGMA synchronous=FULL")
