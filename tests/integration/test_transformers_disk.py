@@ -120,11 +120,15 @@ def daemon(path):
 
 
 @pytest.mark.usefixtures("patient")
-def test_the_same_text_from_the_disk_of_a_daemon_that_was_restarted(path):
-    model, ids = tiny(), prompt(200)
+@pytest.mark.parametrize("codec", [None, "lz4"])
+def test_the_same_text_from_the_disk_of_a_daemon_that_was_restarted(path, codec):
+    model, ids = tiny(num_hidden_layers=8), prompt(200)  # blocks of which lz4 can save a page
     expected = model.generate(ids, **NEW)
     for hits in ({}, {"disk": 192}):
-        with daemon(path) as store, CachedModel(model, store, on_failure="raise") as cached:
+        with (
+            daemon(path) as store,
+            CachedModel(model, store, on_failure="raise", codec=codec) as cached,
+        ):
             assert torch.equal(cached.generate(ids, **NEW), expected)
             assert cached.last.hit_tokens_by_tier == hits
 

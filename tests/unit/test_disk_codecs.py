@@ -1,5 +1,6 @@
 """Blocks on disk that a codec has made smaller, and those beside them that it has refused."""
 
+import errno
 import sqlite3
 import tempfile
 from dataclasses import replace
@@ -140,6 +141,26 @@ def test_what_is_refused_does_not_keep_its_neighbours_from_being_stored(path):
     assert read(store, offsets, blocks)[0] == [
         "missing" if at in NOISE else "good" for at in range(6)
     ]
+    store.close()
+
+
+def test_what_is_refused_is_so_too_where_a_call_failed_once(path):
+    system = FaultySystem()
+    store = opened(path, system)
+    blocks, payloads = identities(CODED, KEY), contents()
+    offsets = store.allocate(slot_bytes_of(CODED), 6)
+    failures = iter([1])
+
+    def fault(name, number):
+        if name == "write" and next(failures, 0):
+            raise OSError(errno.EIO, "as the test wants")
+
+    system.fault = fault
+    stored, refused = store.write(offsets, blocks, payloads)
+    assert np.flatnonzero(stored).tolist() == [0, 2, 3]
+    assert np.flatnonzero(refused).tolist() == [1, 4, 5]
+    assert store.slots.bad_bytes == 0
+    assert store.off["write"] == ""
     store.close()
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from kvstore.errors import UsageError
 from kvstore.namespace import KVLayout, Namespace, framed_digest
+from kvstore.protocol import decode_namespace, encode_namespace
 
 SMOLLM2 = KVLayout(30, 3, 64, "float32")
 
@@ -116,3 +117,21 @@ def test_wrong_types_are_refused():
         Namespace(b"w", SMOLLM2, salt=b"bytes")
     with pytest.raises(UsageError, match="keys"):
         Namespace(b"w", SMOLLM2, keys="text")
+
+
+def test_codecs_are_of_namespaces_of_their_own():
+    plain = Namespace(b"w", SMOLLM2)
+    spaces = [plain, *(replace(plain, codec=name) for name in ("lz4", "int8", "fp8"))]
+    assert len({space.digest for space in spaces}) == 4
+    assert all(decode_namespace(encode_namespace(space)) == space for space in spaces)
+    with pytest.raises(UsageError, match="None or one of lz4, int8, fp8, got 'zstd'"):
+        replace(plain, codec="zstd")
+
+
+@pytest.mark.parametrize("change", [{"dtype": "int8"}, {"opaque": "tiles"}])
+def test_only_codecs_without_loss_take_every_layout(change):
+    layout = replace(SMOLLM2, **change)
+    assert Namespace(b"w", layout, codec="lz4").codec == "lz4"
+    for codec in ("int8", "fp8"):
+        with pytest.raises(UsageError, match="use none or 'lz4'"):
+            Namespace(b"w", layout, codec=codec)

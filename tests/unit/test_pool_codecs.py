@@ -15,6 +15,7 @@ from kvstore.planner import Planner
 from kvstore.testing import FakeClock, ManualMover, small_pool
 from kvstore.tiers.disk import DiskOptions, DiskStore, slot_bytes_of, slots
 from kvstore.tiers.disk.manifest import LOG_BYTES
+from kvstore.tiers.mover import Lanes, ThreadMover
 from kvstore.tiers.moves import Origin, Prompt
 from kvstore.tiers.rules import DiskRules, WriteBudget
 
@@ -134,7 +135,8 @@ class TestBothForms:
 
     def test_pools_that_close_have_written_both(self, path):
         """Also where all is written at the very end, by real threads."""
-        with opened(path, admission="value") as pool:
+        mover = Lanes(*(ThreadMover(2, name) for name in ("memory", "loads", "stores")))
+        with opened(path, admission="value", mover=mover) as pool:
             for number in range(4):
                 put(pool, number, 6)
             assert on_disk(pool) == (0, 0)
