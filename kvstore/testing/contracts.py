@@ -241,6 +241,7 @@ class ClientContract(ABC):
             assert store.reserve(self.namespace, range(200, 204), priority=80).num_blocks == 0
             for _ in range(3):
                 store.release(store.acquire(self.namespace, range(9)))
+            store.drain()  # what is being moved stays
             self.put(store, range(300, 308))
             assert store.lookup(self.namespace, range(9)) == 0
             assert store.lookup(self.namespace, range(100, 105)) == 4
