@@ -6,7 +6,7 @@ Bookkeeping only: the pool adds and drops the references, and holds its lock aro
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 MAX_LEASES = 32000
 MAX_PINS = 200
 """A block counts its users in 16 bits: leases, reservations, pins, claims and the moves under way."""
-
-MAX_CLAIMS = 200
 
 MAX_NAME_LENGTH = 255
 
@@ -72,14 +70,6 @@ class Pin:
     ids: Ids
 
 
-class Claim(NamedTuple):
-    """Blocks that are kept for somebody who waits until the last of them are loaded."""
-
-    ids: Ids
-    until_s: float
-    num_bytes: int
-
-
 class Holds:
     """The table of everything that is held. Single-owner: the pool serialises access."""
 
@@ -99,8 +89,6 @@ class Holds:
         """By id; in the order in which they run out."""
         self.reservations: dict[int, Hold] = {}
         self.pins: dict[str, Pin] = {}
-        self.claims: dict[tuple[bytes, bytes], Claim] = {}
-        """By namespace digest and key of the prompt."""
         self.max_held = max_held
         self._clock = clock
         self._counts = counts
@@ -174,18 +162,6 @@ class Holds:
             yield hold.ids
         for pin in self.pins.values():
             yield pin.ids
-        for claim in self.claims.values():
-            yield claim.ids
-
-    @property
-    def claimed_bytes(self) -> int:
-        """What all claims together keep."""
-        return sum(claim.num_bytes for claim in self.claims.values())
-
-    def end_claims(self, now: float) -> Iterator[Claim]:
-        """Take out the claims for which nobody has come by ``now``."""
-        for what in [what for what, claim in self.claims.items() if claim.until_s <= now]:
-            yield self.claims.pop(what)
 
     def pin_stats(self) -> list[PinStats]:
         """Describe the pins, oldest first."""

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+
 PIECE_BYTES = 32 << 20
 """A move from or to the disk has about so much."""
 
@@ -233,6 +234,7 @@ class Movement:
             refused = outcome is not None and outcome.refused.any()
             again = self._again(move, outcome.refused) if outcome and refused else None
             self._copies.unpin(move.ids)
+            self.seal(self._unsealed(move.ids))
         if again is not None:
             self._run(again)
 
@@ -256,6 +258,12 @@ class Movement:
         if outcome is not None and outcome.lost.any():
             self._lose(ids[outcome.lost], move)
         return ids[arrived]
+
+    def _unsealed(self, ids: Ids) -> Ids:
+        """Return those of ``ids`` that nobody has sealed, as they were being moved at that time."""
+        there = self._copies.in_memory(ids) & (self._table.states[ids] == BlockState.READY)
+        unsealed: Ids = ids[there & (self._table.checksums[ids] == NO_CHECKSUM)]
+        return unsealed
 
     def _again(self, move: Move, refused: NDArray[np.bool_]) -> Move | None:
         """Return the next move, at once: of those blocks of ``move`` that their codec refused, as they are."""

@@ -25,6 +25,7 @@ import numpy as np
 
 from kvstore.blocks import NO_SLOT, BlockState
 from kvstore.movement import PIECE_BYTES
+from kvstore.planner import Queue
 from kvstore.stats import DiskStats
 from kvstore.tiers.arena import ALIGNMENT
 from kvstore.tiers.moves import Path
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from kvstore.copies import Copies
     from kvstore.movement import Movement
     from kvstore.namespace import Namespace
-    from kvstore.planner import Planner, Queue
+    from kvstore.planner import Planner
     from kvstore.tiers.moves import Move
     from radix import Node
 
@@ -59,7 +60,10 @@ STUCK_S = 2.0
 
 MIN_TRIAL_BYTES = 1 << 20
 """Less than this says little of how fast the disk is: more is read when there is more."""
-MAX_TRIALS = 32
+MAX_TRIALS = 8
+
+MAX_ROW = 16
+"""Loads, one after another, of which the planner is told together."""
 
 WRITE_BACK_FROM = 0.9
 """Share of a memory tier in use from which what would be evicted next is written to the disk."""
@@ -191,37 +195,32 @@ class Offload:
     def _worth_waiting(self, ids: Ids, start: int, planner: Planner, namespace: Namespace) -> Reach:
         """Do as :meth:`reach`; memory has ``start`` of ``ids``."""
         rest, width, engine = ids[start:], namespace.layout.block_tokens, engine_of(namespace)
-        if self._trial == "running":
+        if self._trial == "running" and not planner.is_measured(self._name):
             return Reach(start, "not_worth_loading", "the disk is being measured")
         landing = np.isin(rest, self._movement.under_way(self._memory))
-        absent = np.flatnonzero(~landing & ~self._copies.in_memory(rest))
-        landed = start + (int(absent[0]) if len(absent) else len(rest))
-        mine = self._queue(ids[start:landed])
-        coming_s = planner.wait_s(self._name, mine)
-        computed_s = planner.prefill_s(engine, start * width, landed * width)
-        if planner.mode == "auto" and landed > start and coming_s > computed_s:
-            detail = f"computing it takes {computed_s:.3g} s, less than what is loaded before it"
-            return Reach(start, "not_worth_loading", detail)
-        if not len(absent):
-            return Reach(len(ids))
-        num_bytes = self._copies.bytes_of(self._index, rest[absent])
+        absent = ~landing & ~self._copies.in_memory(rest)
+        sizes = np.where(absent, self._copies.slot_sizes(self._index, rest), 0)
+        coming_s = planner.wait_s(self._name, self._queue(rest)) if landing.any() else 0.0
+        loads, queued_bytes = self._queue()
+        pieces = int(sizes.sum()) // PIECE_BYTES  # each but the last has a latency of its own
         plan = planner.plan(
             engine,
             width,
-            landed * width,
-            -(-num_bytes // len(absent)),
+            start * width,
+            sizes,
             self._name,
-            len(absent),
-            self._queue().behind(mine),
+            len(rest),
+            Queue(loads + pieces, queued_bytes),
+            ready_s=np.maximum.accumulate(landing) * coming_s,
         )
-        if plan.num_blocks == len(absent):
+        if plan.num_blocks == len(rest):
             return Reach(len(ids))
         rate = planner.expected(self._name)[1]
         detail = (
-            f"computing it takes {plan.prefill_s:.3g} s, less than to load {num_bytes} bytes "
-            f"at {rate / 1e6:.0f} MB/s"
+            f"computing it takes {plan.prefill_s:.3g} s, less than to load {sizes.sum()} bytes "
+            f"behind {queued_bytes} others at {rate / 1e6:.0f} MB/s"
         )
-        return Reach(start + int(absent[plan.num_blocks]), "not_worth_loading", detail)
+        return Reach(start + plan.num_blocks, "not_worth_loading", detail)
 
     def _most_blocks(self, ids: Ids) -> int:
         """How many blocks like ``ids`` the memory holds into which they are loaded, by its size and quotas."""
@@ -422,7 +421,8 @@ class Offload:
             num_bytes = self._copies.bytes_of(move.source, move.ids)
             self._row.append((num_bytes, seconds))
             slow = seconds > 2 * planner.load_s(self._name, num_bytes)
-        if self._row and (seconds is None or slow or not self._queue().loads):
+        full = len(self._row) >= MAX_ROW or not self._queue().loads
+        if self._row and (seconds is None or slow or full):
             self._trial = "over"
             totals = map(sum, zip(*self._row, strict=True))
             planner.loaded(self._name, *totals, loads=len(self._row))
@@ -430,15 +430,16 @@ class Offload:
 
     def measure(self, ids: Ids) -> None:
         """Have some of the bytes that the disk has of ``ids`` read into nowhere, until that has told enough."""
-        if self._trial != "due" or not len(ids):
+        if self._trial != "due" or not len(ids) or self._queue().loads:
             return
         sizes = self._copies.slot_sizes(self._index, ids)
         slot_size, ids = int(sizes[0]), ids[sizes == sizes[0]]
         offsets = np.sort(self._copies.offsets(self._index, ids))
-        gaps = np.flatnonzero(np.diff(offsets) != slot_size)
-        num_bytes = int(gaps[0] + 1 if len(gaps) else len(ids)) * slot_size
+        runs = np.split(offsets, np.flatnonzero(np.diff(offsets) != slot_size) + 1)
+        longest = max(runs, key=len)
+        num_bytes = min(len(longest) * slot_size, TRIAL_BYTES)
         self._trial = "running"
-        job = partial(self._run_trial, int(offsets[0]), min(num_bytes, TRIAL_BYTES))
+        job = partial(self._run_trial, int(longest[0]), num_bytes)
         if not self._movement.lanes.loads.submit(job):
             self._trial = "due"
 

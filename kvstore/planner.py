@@ -176,26 +176,40 @@ class Planner:
         """Return the expected seconds to compute tokens ``[start, stop)`` of a prompt."""
         return float(self._prefill(digest).seconds(start, np.array([stop], np.float64))[0])
 
-    def plan(
+    def plan(  # noqa: PLR0913 - one measure each
         self,
         digest: bytes,
         block_tokens: int,
         start: int,
-        block_bytes: int,
+        block_bytes: int | NDArray[np.int64],
         tier: str,
         num_blocks: int,
         queue: Queue = NO_QUEUE,
+        *,
+        ready_s: NDArray[np.float64] | float = 0.0,
     ) -> Plan:
-        """Say how many of the ``num_blocks`` blocks behind token ``start`` are worth loading.
+        """Say how many of the ``num_blocks`` blocks behind token ``start`` are worth waiting for.
 
-        ``tier`` is where they are, of several the slowest; ``queue`` is loaded out of it before them.
+        Args:
+            digest: of the engine.
+            block_tokens: tokens of a block.
+            start: the first token that is not there.
+            block_bytes: to be loaded for each block, 0 for one that comes by itself; one number for all, or
+                ``[num_blocks]``.
+            tier: where they are, of several the slowest.
+            num_blocks: blocks, leading ones first.
+            queue: what is loaded out of the tier before them.
+            ready_s: float64 ``[num_blocks]``, ascending: seconds until those of the first k blocks are there
+                that come by themselves.
         """
         if num_blocks <= 0:
             return Plan(0, 0.0, 0.0)
         known = self._tier(tier)
         blocks = np.arange(1, num_blocks + 1, dtype=np.float64)
+        num_bytes = np.cumsum(np.broadcast_to(np.asarray(block_bytes, np.float64), num_blocks))
         prefill_s = self._prefill(digest).seconds(start, start + blocks * block_tokens)
-        load_s = known.seconds(blocks * block_bytes) + known.queue_s(queue)
+        load_s = known.seconds(num_bytes) + known.queue_s(queue)
+        load_s = np.maximum(np.where(num_bytes > 0, load_s, 0.0), ready_s)
         best = num_blocks - 1
         if self.mode == "auto":
             saved_s = prefill_s - load_s

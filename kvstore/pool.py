@@ -36,10 +36,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvstore.blocks import FIRST_CHECKSUM, NO_CHECKSUM, BlockState
+from kvstore.claims import Claims
 from kvstore.errors import TooLargeError, UsageError
 from kvstore.events import BlockStored, EventLog
 from kvstore.explain import Obituaries
-from kvstore.holds import HOLDS_NOTHING, MAX_CLAIMS, Claim, Hold, Holds
+from kvstore.holds import HOLDS_NOTHING, Hold, Holds
 from kvstore.invariants import check_residency
 from kvstore.lease import Lease, Reservation
 from kvstore.offload import engine_of
@@ -70,7 +71,7 @@ if TYPE_CHECKING:
 KEEP_S = 10.0
 """For how long a pool that is closed writes to its disk what only memory has."""
 
-CLAIM_S, MAX_CLAIM_S = 0.1, 10.0
+CLAIM_S, MAX_CLAIM_S = 0.1, 60.0
 """What is being loaded is kept for who waits for it: so long and twice what it should take; at most."""
 
 
@@ -80,7 +81,7 @@ class Pool(Upkeep):
     Invariants (:meth:`check_invariants`, in this order):
 
     1. those of :func:`kvstore.invariants.check_residency`;
-    2. a block has one reference for each lease, reservation, pin and move that holds it, and no more;
+    2. a block has one reference for each lease, reservation, pin, claim and move that holds it, and no more;
     3. a RESERVED block without a record of parts is written by one reservation, of whole blocks; of one with
        a record, each head that is claimed is written by one reservation, and no other head is.
     """
@@ -125,6 +126,7 @@ class Pool(Upkeep):
             tiers, self._mover, self._lock, clock, self.events, Obituaries(clock), quotas or {}
         )
         self._holds = Holds(clock, max_leases, self._residency.counts)
+        self._claims = Claims(self._residency.copies)
         self._buffers: tuple[Any, ...] = tuple(tier.buffer for tier in tiers if tier.disk is None)
         self._clock = clock
         self._lease_timeout_s = lease_timeout_s
@@ -190,10 +192,10 @@ class Pool(Upkeep):
             deferred = may_wait and coming.num_blocks > 0
             ids = ids[: 0 if deferred else coming.ready_blocks]
             self._residency.copies.pin(ids)
-            self._claim(found, key, coming if deferred else None)
             tiers, offsets = self._residency.copies.where(ids)
             if deferred:
                 self._counts["deferred_lookups",] += 1
+                self._claim(found, key, coming)
             else:
                 found.tree.touch(found.tree.match(key) if coming.is_old else found.match)
                 self._count_lookup(found, ids, tiers, coming)
@@ -212,25 +214,6 @@ class Pool(Upkeep):
             coming_blocks=coming.num_blocks,
             ready_in_s=coming.ready_in_s,
         )
-
-    def _claim(self, found: Found, key: bytes, coming: Coming | None) -> None:
-        """Keep the blocks of a prompt for who waits for what is ``coming``, or no longer if that is None.
-
-        For about as long as it will wait, and of all claims together no more than half of the memory.
-        """
-        copies, claims = self._residency.copies, self._holds.claims
-        what = found.tree.namespace.digest, key
-        before = claims.pop(what, None)
-        if coming is not None and len(claims) < MAX_CLAIMS:
-            memory = copies.num_memory - 1
-            ids = found.usable[: coming.ready_blocks + coming.num_blocks]
-            left = copies.tiers[memory].arena.capacity_bytes // 2 - self._holds.claimed_bytes
-            ids = ids[np.cumsum(copies.slot_sizes(memory, ids)) <= left]
-            until_s = self._clock() + min(CLAIM_S + 2 * coming.ready_in_s, MAX_CLAIM_S)
-            claims[what] = Claim(ids, until_s, copies.bytes_of(memory, ids))
-            copies.pin(ids)
-        if before is not None:
-            copies.unpin(before.ids)
 
     def release(self, lease: Lease) -> None:
         """End ``lease``; blocks that were read from a slower tier are promoted in the background.
@@ -427,9 +410,7 @@ class Pool(Upkeep):
                 self._abort(hold)
             for lease in self._holds.leases.values():
                 self._residency.copies.unpin(lease.ids)
-            for claim in self._holds.claims.values():
-                self._residency.copies.unpin(claim.ids)
-            self._holds.claims.clear()
+            self._claims.clear()
             self._holds.reservations.clear()
             self._holds.leases.clear()
             for tier in self._residency.tiers:
@@ -458,6 +439,16 @@ class Pool(Upkeep):
     @property
     def _counts(self) -> Counter[tuple[str, ...]]:
         return self._residency.counts
+
+    def _claim(self, found: Found, key: bytes, coming: Coming) -> None:
+        """Keep the blocks of a prompt for about as long as somebody waits for what is ``coming``."""
+        copies = self._residency.copies
+        pinned_bytes = sum(
+            copies.held_bytes(copies.num_memory - 1, pin.ids) for pin in self._holds.pins.values()
+        )
+        until_s = self._clock() + min(CLAIM_S + 2 * coming.ready_in_s, MAX_CLAIM_S)
+        ids = found.usable[: coming.ready_blocks + coming.num_blocks]
+        self._claims.keep((found.tree.namespace.digest, key), ids, until_s, pinned_bytes)
 
     def _may_hold(self, num_blocks: int) -> bool:
         """Whether one more lease or reservation may hold so many blocks; counted when one is too many."""
@@ -541,7 +532,7 @@ class Pool(Upkeep):
             check_residency(self._residency)
             table = self._residency.table
             refs = np.zeros(len(table.refs), np.int16)
-            for ids in self._holds.references():
+            for ids in [*self._holds.references(), *self._claims.references()]:
                 refs[ids] += 1
             for move in self._residency.movement.moves:
                 refs[move.ids] += 1

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from threading import RLock
 
     from kvstore.blocks import Ids
+    from kvstore.claims import Claims
     from kvstore.events import EventLog
     from kvstore.explain import Explanation
     from kvstore.holds import Holds
@@ -37,6 +38,7 @@ class Upkeep:
     events: EventLog
     _residency: Residency
     _holds: Holds
+    _claims: Claims
     _mover: Lanes
     _lock: RLock
     _clock: Callable[[], float]
@@ -55,6 +57,7 @@ class Upkeep:
         index = self._tier_index(tier)
         key = block_keys(namespace, tokens)
         with self._lock:
+            self._reap(self._clock())
             ids = self._residency.find(namespace, key).ids
             table = self._residency.table
             slots = table.slots[:, ids]
@@ -199,7 +202,8 @@ class Upkeep:
             return self._holds.pin_stats()
 
     def _unpin_gone(self) -> None:
-        """Let pins go of blocks that left the index: to evict on request must give the room back."""
+        """Let pins and claims go of blocks that left the index: to evict on request must give the room back."""
+        self._claims.forget_gone()
         table = self._residency.table
         for name, pin in list(self._holds.pins.items()):
             gone = table.states[pin.ids] == BlockState.GONE
@@ -311,7 +315,6 @@ class Upkeep:
     def _reap(self, now: float) -> None:
         for hold in self._holds.expired(now):
             self._residency.copies.unpin(hold.ids)
-        for claim in self._holds.end_claims(now):
-            self._residency.copies.unpin(claim.ids)
+        self._claims.end(now)
         if self._residency.expire():
             self._unpin_gone()

@@ -18,6 +18,7 @@ import transformers as hf
 import kvstore
 from engine_plugin.models import load_model
 from engine_plugin.transformers import CachedModel
+from kvstore.pool import CLAIM_S
 from kvstore.tiers.disk import DiskStore
 from kvstore.tiers.disk.system import System
 
@@ -74,6 +75,7 @@ def prompt(length, seed=0):
 def to_disk(cached, store, ids):
     """Have memory let go of a prompt that is on disk; return how many blocks it was."""
     store.drain()
+    Event().wait(2 * CLAIM_S)  # until nothing is kept any more for who waited for it
     return store.demote(cached.namespace(), ids[0], "dram")
 
 

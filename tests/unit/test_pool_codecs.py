@@ -213,12 +213,17 @@ class TestBothForms:
         with opened(path, mover=mover) as pool:
             planner, asked = pool._residency.offload.rules.planner, []
             plan = planner.plan
-            planner.plan = lambda *given: asked.append(given[3:]) or plan(*given)
+
+            def noted(*given, **more):
+                asked.append([given[3].tolist(), *given[4:]])
+                return plan(*given, **more)
+
+            planner.plan = noted
             pool.acquire(SPACE, prompt(0, 3), may_wait=True)
             pool.acquire(SPACE, prompt(0, 6), may_wait=True)
             assert asked == [
-                (-(-(2 * CODED + PLAIN) // 3), "disk", 3, (0, 0)),
-                (-(-(2 * CODED + PLAIN) // 3), "disk", 3, (0, 0)),
+                [[CODED, PLAIN, CODED], "disk", 3, (0, 0)],
+                [[0, 0, 0, CODED, PLAIN, CODED], "disk", 6, (1, 2 * CODED + PLAIN)],
             ]
             mover.drain()
 

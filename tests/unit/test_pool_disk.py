@@ -173,7 +173,7 @@ class TestTheEnd:
         with opened(path) as pool:
             put(pool, prompt(0, 4))
             put(pool, prompt(0, 4), other)
-            pool._residency.offload.rules.planner.plan = lambda digest, *_: Plan(
+            pool._residency.offload.rules.planner.plan = lambda digest, *_, **__: Plan(
                 4 * (digest == engine_of(SPACE)), 0.0, 1.0
             )
         with opened(path) as pool:
@@ -322,7 +322,7 @@ class TestLoading:
 
     def test_only_what_is_worth_it_is_loaded(self, path):
         with self.evicted(path) as pool:
-            pool._residency.offload.rules.planner.plan = lambda *_: Plan(0, 0.0, 1.0)
+            pool._residency.offload.rules.planner.plan = lambda *_, **__: Plan(0, 0.0, 1.0)
             assert get(pool, prompt(0, 5)) == 0
             assert in_memory(pool) == 0
             assert pool.stats().counts["unloaded_blocks", "disk", "not_worth_loading"] == 5
@@ -429,7 +429,7 @@ class TestLoading:
         with opened(path, pages=800, mover=mover, load="auto") as pool:
             mover.drain()
             planner = pool._residency.offload.rules.planner
-            planner.plan = lambda *given: Plan(given[5], 0.0, 0.0)
+            pool.prefilled(SPACE, 0, 800, 800 * 0.0005)
             assert pool.acquire(SPACE, prompt(0, 200), may_wait=True).coming_blocks == 200
             for _ in range(30):
                 planner.loaded("disk", 200 * 12288, 60.0)
@@ -437,6 +437,123 @@ class TestLoading:
             assert (lease.coming_blocks, lease.ready_in_s) == (0, 0.0)
             mover.drain()
             assert get(pool, prompt(0, 200)) == 200
+
+    def slow_start(self, path, mover):
+        """A pool of 1000 blocks of memory with prompts of 200 blocks on disk, at 20 MB/s; and its planner."""
+        options = replace(OPTIONS, budget_bytes=32 << 20)
+        with opened(path, options=options, pages=3000, admission="always") as pool:
+            for number in range(3):
+                put(pool, prompt(number, 200, shared=2 if number == 1 else 0))
+            put(pool, prompt(0, 200, shared=2))
+        pool = opened(path, options=options, pages=4000, mover=mover, load="auto")
+        mover.drain()
+        planner = pool._residency.offload.rules.planner
+        for _ in range(60):
+            planner.loaded("disk", 20 * 12288, 20 * 12288 / 20e6)
+        pool.prefilled(SPACE, 0, 1024, 1024 * 0.0005)
+        return pool
+
+    def test_what_is_coming_is_judged_with_what_would_be_loaded_behind_it(self, path):
+        """A head that computing would have sooner, by itself, is no reason to load nothing."""
+        mover = ManualMover()
+        with self.slow_start(path, mover) as pool:
+            assert pool.acquire(SPACE, prompt(2, 200), may_wait=True).coming_blocks == 200
+            pool.prefetch(SPACE, prompt(0, 200, shared=2))
+            assert pool.acquire(SPACE, prompt(1, 2, shared=2), may_wait=True).coming_blocks == 0
+            lease = pool.acquire(SPACE, prompt(1, 200, shared=2), may_wait=True)
+            assert lease.coming_blocks == 200
+            mover.drain()
+
+    def test_what_is_loaded_in_parts_is_not_given_up_between_them(self, path, monkeypatch):
+        monkeypatch.setattr("kvstore.offload.MAX_LOAD_BLOCKS", 40)
+        mover = ManualMover()
+        with self.slow_start(path, mover) as pool:
+            for ready in range(0, 200, 40):
+                for _ in range(2):
+                    lease = pool.acquire(SPACE, prompt(0, 200), may_wait=True)
+                    assert (lease.ready_blocks, lease.coming_blocks) == (ready, 40)
+                mover.drain()
+            assert get(pool, prompt(0, 200), may_wait=True) == 200
+
+    def test_a_load_in_pieces_is_expected_to_take_a_latency_for_each(self, path, monkeypatch):
+        monkeypatch.setattr("kvstore.offload.PIECE_BYTES", 20 * 12288)
+        monkeypatch.setattr("kvstore.movement.PIECE_BYTES", 20 * 12288)
+        mover = ManualMover()
+        with self.slow_start(path, mover) as pool:
+            planner = pool._residency.offload.rules.planner
+            for _ in range(60):
+                planner.loaded("disk", 4096, 0.05)
+                planner.loaded("disk", 20 * 12288, 0.05 + 20 * 12288 / 200e6)
+            assert planner.load_s("disk", 200 * 12288) < 800 * 0.0005
+            assert pool.acquire(SPACE, prompt(0, 200), may_wait=True).coming_blocks == 0
+
+    def test_a_trial_refuses_nothing_that_is_known_or_under_way(self, path):
+        mover = ManualMover()
+        lanes = Lanes(InlineMover(), mover, InlineMover())
+        with opened(path, pages=1000, admission="always") as pool:
+            put(pool, prompt(0, 60))
+        with opened(path, pages=800, mover=lanes, load="auto", admission="always") as pool:
+            assert pool.acquire(SPACE, prompt(0, 60), may_wait=True).coming_blocks == 0
+            pool.prefilled(SPACE, 0, 1024, 1.0)
+            pool._residency.offload.rules.planner.loaded("disk", 1 << 20, 1e-3)
+            mover.drain()
+            for number in range(1, 4):
+                assert pool.acquire(SPACE, prompt(0, 60), may_wait=True).coming_blocks == 60
+                put(pool, prompt(number, 1))
+            mover.drain()
+
+    def test_who_waits_keeps_its_blocks_though_others_wait_for_the_same_and_are_served(self, path):
+        mover = ManualMover()
+        with opened(path, pages=80, admission="always", mover=mover) as pool:
+            put(pool, prompt(0, 15))
+            mover.drain()
+            assert pool.demote(SPACE, prompt(0, 15), "dram") == 15
+            for _ in range(2):
+                assert pool.acquire(SPACE, prompt(0, 15), may_wait=True).coming_blocks == 15
+            mover.drain()
+            assert get(pool, prompt(0, 15), may_wait=True) == 15
+            put(pool, prompt(1, 40))
+            assert get(pool, prompt(0, 15), may_wait=True) == 15
+            pool.check_invariants()
+            mover.drain()
+            pool.clear()
+            assert pool.stats().tiers[0].used_bytes == 0, "nor is anything kept that is forgotten"
+
+    def test_what_many_wait_for_is_kept_once(self, path):
+        mover = ManualMover()
+        with opened(path, pages=100, admission="always", mover=mover) as pool:
+            for number in range(4):
+                put(pool, prompt(number, 22, shared=20))
+            mover.drain()
+            pool.demote(SPACE, prompt(0, 22, shared=20), "dram")
+            for number in range(1, 4):
+                pool.demote(SPACE, prompt(number, 22, shared=20), "dram")
+            for number in range(3):
+                pool.acquire(SPACE, prompt(number, 22, shared=20), may_wait=True)
+            mover.drain()
+            put(pool, prompt(9, 40))
+            known = [pool.lookup(SPACE, prompt(number, 22, shared=20)) for number in range(3)]
+            there = pool._residency.copies.in_memory
+            ids = [
+                pool._residency.find(SPACE, prompt(number, 22, shared=20).tobytes()).usable
+                for number in range(3)
+            ]
+            assert [int(there(some).sum()) for some in ids] == [22, 22, 21], known
+            pool.check_invariants()
+
+    def test_what_is_brought_back_during_a_load_gets_its_checksum(self, path):
+        mover = ManualMover()
+        lanes = Lanes(InlineMover(), mover, InlineMover())
+        with self.evicted(path, mover=lanes) as pool:
+            reservation = pool.reserve(SPACE, prompt(0, 5))
+            for slot in reservation.slots():
+                slot[:] = 7
+            pool.acquire(SPACE, prompt(0, 5), may_wait=True)
+            pool.commit(reservation)
+            mover.drain()
+            with pool.acquire(SPACE, prompt(0, 5)) as lease:
+                next(lease.slots())[0] = 8
+                assert pool.verify(lease) == 0
 
     def test_no_more_is_promised_than_a_tenant_may_have(self, path):
         space = replace(SPACE, tenant="acme")
@@ -631,7 +748,7 @@ class TestExplain:
             told = pool.explain(SPACE, prompt(0, 5))
             assert told.hit_tokens == pool.lookup(SPACE, prompt(0, 5)) == 0
             assert told.segments[0].cause == "off"
-            pool._residency.offload.rules.planner.plan = lambda *_: Plan(0, 0.0, 1.0)
+            pool._residency.offload.rules.planner.plan = lambda *_, **__: Plan(0, 0.0, 1.0)
             system.fault = None
             clock.advance(100.0)
             told = pool.explain(SPACE, prompt(0, 5))
