@@ -57,7 +57,7 @@ class Upkeep:
         index = self._tier_index(tier)
         key = block_keys(namespace, tokens)
         with self._lock:
-            self._reap(self._clock())
+            self._claims.end(self._clock())
             ids = self._residency.find(namespace, key).ids
             table = self._residency.table
             slots = table.slots[:, ids]
