@@ -297,7 +297,10 @@ def _tier(name: str, store: Store, settings: Settings) -> Tier:
 
 
 def _quotas(settings: Settings) -> dict[str, Quota]:
-    return {name: Quota(tenant.ceiling, tenant.floor) for name, tenant in settings.tenants.items()}
+    return {
+        name: Quota(None if tenant.ceiling is None else int(tenant.ceiling), int(tenant.floor))
+        for name, tenant in settings.tenants.items()
+    }
 
 
 def _gpu_tier(settings: Settings, device: str) -> Tier:

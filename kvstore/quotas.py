@@ -26,7 +26,7 @@ THE_REST = ""
 
 @dataclass(frozen=True)
 class Quota:
-    """What one tenant may have."""
+    """What one tenant may have. Plain numbers: they are told to clients as they are."""
 
     ceiling_bytes: int | None = None
     """None: all."""
