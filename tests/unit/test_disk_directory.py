@@ -166,12 +166,14 @@ class TestDirectory:
         store.close()
         opened(path).close()
 
-    def test_a_directory_with_other_things_is_refused(self, path):
+    def test_a_directory_with_other_things_is_refused_and_left_as_it_is(self, path):
         path.mkdir()
+        path.chmod(0o755)
         (path / "thesis.tex").write_text("mine")
         with pytest.raises(ConfigError, match="not made by kvstore"):
             opened(path)
         assert (path / "thesis.tex").read_text() == "mine"
+        assert path.stat().st_mode & 0o777 == 0o755
 
     def test_the_root_of_a_file_system_may_be_used(self, path):
         (path / "lost+found").mkdir(parents=True)

@@ -22,6 +22,8 @@ FOREIGN_NAMES = frozenset({"lost+found"})
 def lock_directory(directory: Path, system: System) -> int:
     """Return the descriptor that keeps every other instance out of ``directory`` while it is open.
 
+    A directory that others may read is hidden from them; one that is refused is left as it is.
+
     Raises:
         ConfigError: another instance has it, other users may change it, or it holds other things.
         OSError: the file system refuses.
@@ -35,6 +37,8 @@ def lock_directory(directory: Path, system: System) -> int:
     descriptor = system.open(path, os.O_RDWR | os.O_CREAT)
     try:
         system.lock(descriptor)
+        if stat.S_IMODE(system.stat(directory).st_mode) != DIRECTORY_MODE:
+            system.make_private(directory)
     except BlockingIOError:
         system.close(descriptor)
         raise ConfigError(
@@ -47,7 +51,7 @@ def lock_directory(directory: Path, system: System) -> int:
 
 
 def _check_owner(directory: Path, system: System) -> None:
-    """Refuse a directory that others may change; hide one that they may only read."""
+    """Refuse a directory that others may change."""
     status = system.stat(directory)
     mode, user = stat.S_IMODE(status.st_mode), os.geteuid()
     if status.st_uid != user:
@@ -60,5 +64,3 @@ def _check_owner(directory: Path, system: System) -> None:
             f"disk directory {directory} has mode {mode:04o}, so that other users may change the blocks in "
             f"it: run chmod {DIRECTORY_MODE:o} on it, or give another one"
         )
-    if mode != DIRECTORY_MODE:
-        system.make_private(directory)
