@@ -7,12 +7,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
+from kvstore.assembly import disk_options
 from kvstore.cli.host import Check
-from kvstore.cli.table import size
 from kvstore.config import load_settings
 from kvstore.errors import ConfigError
 from kvstore.host import file_system
-from kvstore.tiers.disk import DiskOptions
+from kvstore.sizes import size
 from kvstore.tiers.disk.files import direct_io_works
 from kvstore.tiers.disk.lock import LOCK_NAME
 from kvstore.tiers.disk.system import System
@@ -35,13 +35,10 @@ def disk_checks(root: Path, arguments: Mapping[str, object]) -> list[Check]:
     """
     try:
         settings = load_settings(arguments)
-        if settings.disk:
-            DiskOptions(settings.disk)  # refuses sizes that are too small or too large
+        disk_options(settings)
     except ConfigError as error:
         return [Check("settings", "fail", str(error))]
     if settings.disk_path is None:
-        if settings.disk:
-            return [Check("disk", "fail", f"{size(settings.disk)}, but no disk_path: set it")]
         return [Check("disk", "ok", "no disk tier: disk and disk_path are not set")]
     place = _existing(settings.disk_path)
     if not place.is_dir():

@@ -86,7 +86,8 @@ def test_what_cannot_be_written_is_a_failure(place, monkeypatch):
     ("settings", "word"),
     [
         ({"disk_path": "relative"}, "absolute"),
-        ({"disk_path": None}, "no disk_path"),
+        ({"disk_path": None}, "has no place: set disk_path"),
+        ({"disk": None}, "disk_path is set and disk is 0"),
         ({"disk": "1MiB"}, "leaves nothing for blocks"),
     ],
 )
