@@ -341,6 +341,23 @@ def test_what_is_said_to_be_the_least_and_the_most_of_a_disk_is_possible(tmp_pat
     assert Settings(disk="8TiB").disk == 8 << 40
 
 
+@pytest.mark.parametrize("tenants", [{}, {"acme": {"floor": 4096}}])
+@pytest.mark.parametrize("policy", assembly.POLICIES)
+def test_explain_calls_policies_as_settings_do(policy, tenants):
+    namespace = Namespace(b"w", KVLayout(1, 1, 256, "float32", block_tokens=4), tenant="acme")
+    with kvstore.open(dram="16KiB", policy=policy, block_tokens=4, tenants=tenants) as store:
+        for start in (0, 100):
+            store.commit(store.reserve(namespace, range(start, start + 8)))
+        details = [
+            segment.detail
+            for start in (0, 100)
+            for segment in store.explain(namespace, range(start, start + 9)).segments
+            if segment.cause == "evicted"
+        ]
+    assert details
+    assert all(detail.endswith(f", as {policy} chose") for detail in details)
+
+
 def no_memory(*_, **__):
     raise AssertionError("memory was taken before the settings were checked")
 
