@@ -228,7 +228,14 @@ class TestRoutes:
             "block_bytes": NAMESPACE.layout.block_bytes,
             "keys": "tokens",
             "num_blocks": 2,
+            "tenant": None,
+            "codec": None,
         }
+
+    def test_namespaces_tell_tenant_and_codec(self, admin, pool):
+        put(pool, range(8), Namespace(b"w", NAMESPACE.layout, tenant="acme", codec="lz4"))
+        (item,) = get(admin, "/v1/namespaces")["items"]
+        assert (item["tenant"], item["codec"]) == ("acme", "lz4")
 
     def test_tenants(self, source, admin):
         quotas = {"acme": Quota(8 << 12, 2 << 12), "zed": Quota(floor_bytes=4096)}
