@@ -49,7 +49,8 @@ class RequestStats:
     hit_tokens: int = 0
     hit_tokens_by_tier: Counter[str] = field(default_factory=Counter)
     miss: str | None = None
-    """Why less was loaded than could have been: ``too_short``, ``not_stored``, ``corrupt``,
+    """Why less was loaded than could have been: ``too_short``, ``not_stored`` (or on disk, and not worth
+    loading), ``not_loaded`` (on disk, and not in memory in time), ``corrupt``,
     ``expired``, ``failed``, ``bypass.`` and a reason, or, of a daemon that gave no answer, the
     ``reason`` of :class:`kvstore.errors.UnavailableError`: ``unreachable``, ``timeout``, ``lost``,
     ``breaker``, ``refused``, ``protocol``, ``closed``."""
@@ -137,6 +138,8 @@ class PrefixStore:
             lease = self._wait_for(lease, namespace, tokens)
             try:
                 blocks = lease.num_blocks
+                if coming and not blocks:
+                    reason = "not_loaded"
                 if self._verify == "always" and blocks:
                     blocks = self._store.verify(lease)
                     reason = "corrupt" if blocks < lease.num_blocks else reason

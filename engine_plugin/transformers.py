@@ -32,6 +32,7 @@ from engine_plugin.adapter import ModelAdapter
 from engine_plugin.prefix import PrefixStore, RequestStats
 from engine_plugin.request import Prompts, Settings, Watch, find_prompts
 from kvstore.errors import UsageError
+from kvstore.namespace import check_codec
 from kvstore.retention import NORMAL_PRIORITY
 from radix import TokenError, token_bytes
 
@@ -108,8 +109,9 @@ class CachedModel:
             clock: monotonic seconds.
 
         Raises:
-            UsageError: ``priority`` or ``ttl_s`` is impossible.
+            UsageError: ``codec``, ``priority`` or ``ttl_s`` is impossible.
         """
+        check_codec(codec)
         self._model, self._clock, self._chunk_tokens = model, clock, chunk_tokens
         self._prefixes = PrefixStore(
             store,

@@ -16,7 +16,8 @@ from kvstore.host import memory_limit
 from kvstore.metrics import register, register_client
 from kvstore.planner import Planner
 from kvstore.pool import Pool
-from kvstore.quotas import Quota, ordered_by
+from kvstore.quotas import Quota, Quotas, ordered_by
+from kvstore.sizes import typed_size
 from kvstore.tiers.arena import ALIGNMENT
 from kvstore.tiers.disk import DiskOptions, DiskStore
 from kvstore.tiers.dram import DramStore
@@ -76,6 +77,7 @@ def open(  # noqa: A001  (kvstore.open reads as it should)
 
 def build(settings: Settings, registry: CollectorRegistry | None = None) -> Pool:
     """Build the store that ``settings`` describe; arguments and errors as for :func:`open`."""
+    _check_together(settings)
     device = _device(settings) if settings.gpu else "none"
     _check_memory(settings.dram + (settings.gpu if device == "cpu" else 0))
     tiers = []
@@ -85,28 +87,55 @@ def build(settings: Settings, registry: CollectorRegistry | None = None) -> Pool
         capacity = _capacity("dram", settings.dram)
         store = DramStore(capacity, prefault=settings.prefault, pin=cuda_is_present())
         tiers.append(_tier("dram", store, settings))
-    if not tiers:
+    return _pool(tiers, settings, registry)
+
+
+def _check_together(settings: Settings) -> None:
+    """Refuse settings that do not fit each other, before memory is taken, which can need minutes.
+
+    Raises:
+        ConfigError: no memory, a disk tier that cannot be, or floors of tenants beyond what is there.
+    """
+    last = settings.dram or settings.gpu
+    if not last:
         raise ConfigError(
             "both dram and gpu are 0: give at least one of them a size, such as dram='8GiB'"
         )
-    return _pool(tiers, settings, registry)
+    disk_options(settings)
+    Quotas(_quotas(settings), last)
+
+
+def disk_options(settings: Settings) -> DiskOptions | None:
+    """Return what the disk tier of ``settings`` may take; None without one.
+
+    Raises:
+        ConfigError: it has no size, no directory or no dram, or is too small or too large.
+    """
+    if not settings.disk:
+        if settings.disk_path is not None:
+            raise ConfigError(
+                "disk_path is set and disk is 0: set disk, such as 200GiB, or leave both out"
+            )
+        return None
+    disk = f"disk={typed_size(settings.disk)}"
+    if not settings.dram:
+        raise ConfigError(
+            f"{disk} needs dram, through which its blocks pass: give dram a size, such as '8GiB'"
+        )
+    if settings.disk_path is None:
+        raise ConfigError(
+            f"{disk} has no place: set disk_path to a directory, such as /var/lib/kvstore"
+        )
+    return DiskOptions(
+        settings.disk, reserve_bytes=settings.disk_reserve, threads=settings.disk_threads
+    )
 
 
 def _disk_tier(settings: Settings) -> Tier | None:
     """Open the directory of the disk tier, if there is to be one."""
-    if not settings.disk:
+    options = disk_options(settings)
+    if options is None or settings.disk_path is None:
         return None
-    if not settings.dram:
-        raise ConfigError(
-            f"disk={settings.disk} needs dram, through which its blocks pass: give dram a size, such as '8GiB'"
-        )
-    if settings.disk_path is None:
-        raise ConfigError(
-            f"disk={settings.disk} has no place: set disk_path to a directory, such as /var/lib/kvstore"
-        )
-    options = DiskOptions(
-        settings.disk, reserve_bytes=settings.disk_reserve, threads=settings.disk_threads
-    )
     clock = time.monotonic  # noqa: TID251  (the one place that picks the clock)
     budget = WriteBudget(clock, settings.disk_bytes_per_s)
     rules = DiskRules(settings.disk_admission, budget, Planner(clock, mode=settings.load))
@@ -138,6 +167,7 @@ def build_shared(
         )
     if not settings.dram:
         raise ConfigError("dram is 0: a daemon needs host memory for blocks, such as dram='8GiB'")
+    _check_together(settings)
     if settings.huge_pages != "reserved":  # those were set aside before: the store counts them
         _check_memory(settings.dram)
     store = SharedDramStore(
@@ -297,7 +327,10 @@ def _tier(name: str, store: Store, settings: Settings) -> Tier:
 
 
 def _quotas(settings: Settings) -> dict[str, Quota]:
-    return {name: Quota(tenant.ceiling, tenant.floor) for name, tenant in settings.tenants.items()}
+    return {
+        name: Quota(None if tenant.ceiling is None else int(tenant.ceiling), int(tenant.floor))
+        for name, tenant in settings.tenants.items()
+    }
 
 
 def _gpu_tier(settings: Settings, device: str) -> Tier:

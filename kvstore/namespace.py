@@ -125,6 +125,12 @@ class KVLayout:
         return framed_digest("kvlayout", *(getattr(self, field.name) for field in fields(self)))
 
 
+def check_codec(codec: str | None) -> None:
+    """Raise :class:`UsageError` for a name that is no codec's; None is for none."""
+    if codec is not None and codec not in CODECS:
+        raise UsageError(f"codec must be None or one of {', '.join(CODECS)}, got {codec!r}")
+
+
 @dataclass(frozen=True)
 class Namespace:
     """Everything that must be equal for stored KV to be valid. One radix tree each.
@@ -160,10 +166,7 @@ class Namespace:
                 raise UsageError(f"Namespace.{name} must be {kind.__name__} or None, got {value!r}")
         if self.keys not in ("tokens", "hash"):
             raise UsageError(f"Namespace.keys must be 'tokens' or 'hash', got {self.keys!r}")
-        if self.codec is not None and self.codec not in CODECS:
-            raise UsageError(
-                f"Namespace.codec must be None or one of {', '.join(CODECS)}, got {self.codec!r}"
-            )
+        check_codec(self.codec)
         lossy = self.codec in LOSSY_CODECS
         if lossy and (self.layout.opaque or self.layout.dtype not in LOSSY_DTYPES):
             raise UsageError(

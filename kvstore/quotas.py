@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvstore.errors import ConfigError
+from kvstore.sizes import size
 from kvstore.stats import TenantStats
 from radix import GroupedOrder, PriorityOrder
 
@@ -26,7 +27,7 @@ THE_REST = ""
 
 @dataclass(frozen=True)
 class Quota:
-    """What one tenant may have."""
+    """What one tenant may have. Plain numbers: they are told to clients as they are."""
 
     ceiling_bytes: int | None = None
     """None: all."""
@@ -59,14 +60,14 @@ class Quotas:
         floors = sum(quota.floor_bytes for quota in quotas.values())
         if floors > capacity_bytes:
             raise ConfigError(
-                f"the floors of all tenants together are {floors} bytes, more than the {capacity_bytes} of "
-                "the last memory tier: lower them, or give it more"
+                f"the floors of all tenants together are {size(floors)}, more than the {size(capacity_bytes)} "
+                "of the last memory tier: lower them, or give it more"
             )
         for name, quota in quotas.items():
             if quota.ceiling_bytes is not None and quota.floor_bytes > quota.ceiling_bytes:
                 raise ConfigError(
-                    f"tenant {name!r}: its floor of {quota.floor_bytes} bytes is above its ceiling of "
-                    f"{quota.ceiling_bytes}"
+                    f"tenant {name!r}: its floor of {size(quota.floor_bytes)} is above its ceiling of "
+                    f"{size(quota.ceiling_bytes)}"
                 )
         self.used_bytes: Counter[str] = Counter()
 

@@ -77,6 +77,10 @@ class NamespaceStats:
     block_bytes: int
     keys: str
     num_blocks: int
+    tenant: str | None = None
+    """Whose blocks these are; None: nobody's in particular."""
+    codec: str | None = None
+    """In which the disk keeps them; None: as they are."""
 
 
 @dataclass(frozen=True)

@@ -254,6 +254,8 @@ class Upkeep:
                     tree.namespace.layout.block_bytes,
                     tree.namespace.keys,
                     tree.num_blocks,
+                    tree.namespace.tenant,
+                    tree.namespace.codec,
                 )
                 for digest, tree in self._residency.trees.items()
             ]

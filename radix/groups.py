@@ -41,6 +41,12 @@ class GroupedOrder(EvictionOrder):
         """Victims in use, by the touch that ends it, the earliest first."""
         self._touches = 0
 
+    @property
+    def name(self) -> str:
+        """That of the orders of its groups."""
+        order = next(iter(self._orders.values()), None)
+        return (order or self._make()).name
+
     def _order(self, node: Node) -> EvictionOrder:
         group = self._group_of(node.tree)
         order = self._orders.get(group)

@@ -25,8 +25,8 @@ class EvictionOrder(ABC):
 
     @property
     def name(self) -> str:
-        """What people call it."""
-        return type(self).__name__
+        """What settings call it."""
+        return type(self).__name__.lower()
 
     @abstractmethod
     def touch(self, path: Sequence[Node]) -> None:

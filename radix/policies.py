@@ -262,6 +262,11 @@ class CostAware(_Ranked):
         self._doubling_blocks = doubling_blocks
         self._inflation = 0.0
 
+    @property
+    def name(self) -> str:
+        """What settings call it."""
+        return "cost"
+
     def _worth(self, entry: Entry) -> float:
         return float(entry.uses)
 

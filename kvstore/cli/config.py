@@ -10,11 +10,10 @@ from pydantic import ByteSize, SecretStr
 
 from kvstore.cli.table import output_option, print_json, render
 from kvstore.config import Settings, load_with_origins, redacted
+from kvstore.sizes import exact_size
 
 if TYPE_CHECKING:
     from kvstore.cli.table import Cell
-
-UNITS = {"TiB": 1 << 40, "GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10}
 
 
 @click.group()
@@ -73,9 +72,7 @@ def show(*, origin: bool, describe: bool, file: Path | None, output: str) -> Non
 def setting_text(value: object) -> str | None:
     """Return the value of a setting as people would write it: sizes exactly, no token."""
     if isinstance(value, ByteSize):
-        units = (unit for unit, size in UNITS.items() if value and value % size == 0)
-        unit = next(units, None)
-        return f"{value // UNITS[unit]} {unit}" if unit else str(int(value))
+        return exact_size(value)
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, float):

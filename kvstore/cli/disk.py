@@ -7,14 +7,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
+from kvstore.assembly import disk_options
 from kvstore.cli.host import Check
-from kvstore.cli.table import size
 from kvstore.config import load_settings
 from kvstore.errors import ConfigError
 from kvstore.host import file_system
-from kvstore.tiers.disk import DiskOptions
+from kvstore.sizes import size
 from kvstore.tiers.disk.files import direct_io_works
-from kvstore.tiers.disk.lock import LOCK_NAME
+from kvstore.tiers.disk.lock import check_directory, is_in_use
 from kvstore.tiers.disk.system import System
 
 if TYPE_CHECKING:
@@ -35,22 +35,34 @@ def disk_checks(root: Path, arguments: Mapping[str, object]) -> list[Check]:
     """
     try:
         settings = load_settings(arguments)
-        if settings.disk:
-            DiskOptions(settings.disk)  # refuses sizes that are too small or too large
+        disk_options(settings)
     except ConfigError as error:
         return [Check("settings", "fail", str(error))]
     if settings.disk_path is None:
-        if settings.disk:
-            return [Check("disk", "fail", f"{size(settings.disk)}, but no disk_path: set it")]
         return [Check("disk", "ok", "no disk tier: disk and disk_path are not set")]
     place = _existing(settings.disk_path)
     if not place.is_dir():
         return [Check("disk", "fail", f"{place} is no directory: choose another disk_path")]
     return [
-        space(settings, place),
+        directory(settings.disk_path, place) or space(settings, place),
         file_system_row(settings.disk_path, file_system(root, place)),
         direct_io(place),
     ]
+
+
+def directory(path: Path, place: Path) -> Check | None:
+    """Say why a store would refuse ``path``; None where it would not. ``place`` is it, or what is above it."""
+    try:
+        if place == path:
+            check_directory(path, System())
+            if is_in_use(path):
+                detail = f"a running kvstore uses {path}: another one needs a directory of its own"
+                return Check("disk", "warn", detail)
+        if not os.access(place, os.W_OK | os.X_OK):
+            return Check("disk", "fail", f"{place} cannot be written to: choose another disk_path")
+    except (ConfigError, OSError) as error:
+        return Check("disk", "fail", str(error))
+    return None
 
 
 def space(settings: Settings, place: Path) -> Check:
@@ -61,12 +73,6 @@ def space(settings: Settings, place: Path) -> Check:
     there = _bytes_there(path) if path is not None and place == path else 0
     needed = max(0, settings.disk - there) + settings.disk_reserve
     detail = f"{path}: {size(settings.disk)}, {size(there)} of them there, {size(free)} free"
-    if place == path and not (place / LOCK_NAME).exists() and any(place.iterdir()):
-        return Check(
-            "disk",
-            "fail",
-            f"{path} has files that are not kvstore's: give it a directory of its own",
-        )
     if needed > free:
         return Check(
             "disk", "fail", f"{detail}; {size(needed)} are needed: lower disk or disk_reserve"
@@ -90,8 +96,8 @@ def direct_io(place: Path) -> Check:
     """Try direct I/O with a page in a directory that is made in ``place`` for a moment."""
     name = "disk direct I/O"
     try:
-        with TemporaryDirectory(prefix="kvstore-doctor-", dir=place) as directory:
-            works = direct_io_works(Path(directory), System())
+        with TemporaryDirectory(prefix="kvstore-doctor-", dir=place) as trial:
+            works = direct_io_works(Path(trial), System())
     except OSError as error:
         return Check(name, "fail", f"{place} cannot be written to: {error.strerror or error}")
     if works:

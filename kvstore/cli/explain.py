@@ -15,6 +15,7 @@ from kvstore.cli.table import output_option, print_json, render
 from kvstore.errors import UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from pathlib import Path
 
     from kvstore.explain import Explanation
@@ -40,9 +41,7 @@ def explain(
     *, file: BinaryIO, namespace: str | None, socket: Path | None, url: str | None, output: str
 ) -> None:
     """Say which tokens of a prompt a daemon has, and why it has not the others."""
-    wanted = (namespace or "").lower()
-    if not re.fullmatch(f"[0-9a-f]{{0,{DIGEST_LETTERS}}}", wanted):
-        raise click.UsageError(f"--namespace {namespace!r} is no hex digest: see `kvstore explain`")
+    wanted = digest_beginning(namespace or "")
     tokens = read_tokens(file)
     digest = wanted if len(wanted) == DIGEST_LETTERS else None
     try:
@@ -53,14 +52,27 @@ def explain(
     by_hits = sorted(found.items(), key=lambda item: (-item[1].hit_tokens, item[0]))
     chosen = {name: why for name, why in by_hits if name.startswith(wanted)}
     if wanted and not chosen:
-        known = ", ".join(name[:SHORT_LETTERS] for name, _ in by_hits) or "none"
-        raise click.ClickException(f"no namespace {wanted} has blocks; those that do: {known}")
+        raise click.ClickException(unknown_namespace(wanted, [name for name, _ in by_hits]))
     if output == "json":
         print_json({"prompt_tokens": len(tokens), "namespaces": document(chosen)})
     elif chosen:
         click.echo(table(chosen))
     else:
         click.echo("Nothing is stored: no namespace has blocks.")
+
+
+def digest_beginning(namespace: str) -> str:
+    """Return what ``--namespace`` says in lower case. Raises UsageError: it is no beginning of a digest."""
+    wanted = namespace.lower()
+    if not re.fullmatch(f"[0-9a-f]{{0,{DIGEST_LETTERS}}}", wanted):
+        raise click.UsageError(f"--namespace {namespace!r} is no hex digest: see `kvstore explain`")
+    return wanted
+
+
+def unknown_namespace(wanted: str, known: Iterable[str]) -> str:
+    """Return what to say where no digest in ``known`` begins with ``wanted``."""
+    those = ", ".join(digest[:SHORT_LETTERS] for digest in known) or "none"
+    return f"no namespace {wanted} has blocks; those that do: {those}"
 
 
 def read_tokens(file: BinaryIO) -> Any:  # noqa: ANN401  (list of int, or int32 array)

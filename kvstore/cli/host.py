@@ -11,7 +11,6 @@ import platform
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from kvstore.cli.table import size
 from kvstore.host import (
     available_memory_bytes,
     cgroup_limit_bytes,
@@ -19,6 +18,7 @@ from kvstore.host import (
     read_text,
     reserved_huge_pages,
 )
+from kvstore.sizes import size
 
 if TYPE_CHECKING:
     from pathlib import Path

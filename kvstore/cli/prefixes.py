@@ -9,7 +9,12 @@ from urllib.parse import quote, urlsplit
 
 import click
 
-from kvstore.cli.explain import read_tokens
+from kvstore.cli.explain import (
+    DIGEST_LETTERS,
+    digest_beginning,
+    read_tokens,
+    unknown_namespace,
+)
 from kvstore.cli.plugins import UnavailableError
 from kvstore.config import load_settings
 
@@ -29,7 +34,11 @@ def _admin_option(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _prefix_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    namespace = click.option("--namespace", required=True, help="Digest of the namespace, in hex.")
+    namespace = click.option(
+        "--namespace",
+        required=True,
+        help="Digest of the namespace, in hex, or how it begins, as `kvstore explain` shows it.",
+    )
     tokens = click.option(
         "--tokens",
         "file",
@@ -45,7 +54,8 @@ def _prefix_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @_prefix_options
 def pin(*, name: str, namespace: str, file: BinaryIO, admin: str | None) -> None:
     """Hold what is stored of a prefix against eviction, as NAME, until it is unpinned."""
-    answer = ask(admin, "PUT", f"/v1/pins/{quote(name, safe='')}", _prefix(namespace, file))
+    prefix = _prefix(admin, namespace, file)
+    answer = ask(admin, "PUT", f"/v1/pins/{quote(name, safe='')}", prefix)
     click.echo(f"{answer['tokens']} tokens are pinned as {answer['name']}.")
 
 
@@ -62,12 +72,37 @@ def unpin(*, name: str, admin: str | None) -> None:
 @_prefix_options
 def evict(*, namespace: str, file: BinaryIO, admin: str | None) -> None:
     """Forget what is stored of a prefix, and all that follows it."""
-    answer = ask(admin, "POST", "/v1/prefixes:evict", _prefix(namespace, file))
+    answer = ask(admin, "POST", "/v1/prefixes:evict", _prefix(admin, namespace, file))
     click.echo(f"{answer['num_blocks']} blocks of it are forgotten, and what followed them.")
 
 
-def _prefix(namespace: str, file: BinaryIO) -> dict[str, Any]:
-    return {"namespace": namespace, "tokens": [int(token) for token in read_tokens(file)]}
+def _prefix(admin: str | None, namespace: str, file: BinaryIO) -> dict[str, Any]:
+    beginning = digest_beginning(namespace)
+    if not beginning:  # as of a variable of the shell that is not set
+        raise click.UsageError("--namespace is empty: `kvstore explain` shows how digests begin")
+    tokens = [int(token) for token in read_tokens(file)]
+    return {"namespace": _whole_digest(admin, beginning), "tokens": tokens}
+
+
+def _whole_digest(admin: str | None, beginning: str) -> str:
+    """Return the only digest that begins so, of the namespaces that have blocks."""
+    if len(beginning) == DIGEST_LETTERS:
+        return beginning
+    known, after = [], ""
+    while True:
+        page = ask(admin, "GET", f"/v1/namespaces?limit=1000&after={after}")
+        known += [item["digest"] for item in page["items"]]
+        if page["next"] is None:
+            break
+        after = page["next"]
+    found = [digest for digest in known if digest.startswith(beginning)]
+    if not found:
+        raise click.ClickException(unknown_namespace(beginning, known))
+    if len(found) > 1:
+        raise click.ClickException(
+            f"{len(found)} namespaces begin with {beginning}: {', '.join(found)}; give more digits"
+        )
+    return str(found[0])
 
 
 def ask(

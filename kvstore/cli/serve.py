@@ -17,13 +17,13 @@ from prometheus_client import CollectorRegistry
 
 from kvstore import __version__
 from kvstore.assembly import build_shared
-from kvstore.cli.table import size
 from kvstore.config import load_with_origins, redacted
 from kvstore.daemon.handshake import Terms
 from kvstore.daemon.lifecycle import BusyPoll, SocketPlace, run
 from kvstore.daemon.server import Server
 from kvstore.errors import ConfigError
 from kvstore.metrics import register_daemon
+from kvstore.sizes import size
 
 if TYPE_CHECKING:
     from collections.abc import Callable

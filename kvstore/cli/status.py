@@ -11,7 +11,8 @@ import click
 
 from kvstore import errors
 from kvstore.cli.daemon import connected, daemon_options
-from kvstore.cli.table import output_option, print_json, render, size
+from kvstore.cli.table import output_option, print_json, render
+from kvstore.sizes import size
 from kvstore.stats import status_document
 
 if TYPE_CHECKING:

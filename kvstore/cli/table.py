@@ -81,12 +81,3 @@ def _text(cell: Cell) -> str:
 def _is_numeric(cells: Sequence[str]) -> bool:
     present = [cell for cell in cells if cell not in {"", "-"}]
     return bool(present) and all(_NUMBER.fullmatch(cell) for cell in present)
-
-
-def size(num_bytes: float) -> str:
-    """Return a size for people, about, in binary units."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if num_bytes < 1024:
-            return f"{num_bytes:.4g} {unit}"
-        num_bytes /= 1024
-    return f"{num_bytes:.4g} TiB"

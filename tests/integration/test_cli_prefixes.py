@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry
 
 from kvstore.admin.app import Source, create_app
 from kvstore.admin.server import AdminServer
+from kvstore.cli import prefixes
 from kvstore.cli.main import build
 from kvstore.namespace import KVLayout, Namespace
 from kvstore.testing import small_pool
@@ -59,6 +60,47 @@ def test_evict(run, pool):
     assert done.exit_code == 0
     assert done.stdout.startswith("1 blocks")
     assert pool.stats().num_blocks == 0
+
+
+def test_a_namespace_may_be_named_by_its_beginning(run, pool):
+    for beginning in (DIGEST[:8], DIGEST[:8].upper()):
+        done = run("pin", "mine", "--namespace", beginning, "--tokens", "-")
+        assert (done.exit_code, done.stdout) == (0, "8 tokens are pinned as mine.\n"), done.stderr
+    assert run("evict", "--namespace", DIGEST[:8], "--tokens", "-").exit_code == 0
+    assert pool.stats().num_blocks == 0
+
+
+def test_a_beginning_of_none_or_many_namespaces_is_refused(run, pool):
+    others = (Namespace(b"%d" % number, NAMESPACE.layout) for number in range(1000))
+    alike = next(other for other in others if other.digest.hex()[0] == DIGEST[0])
+    wrong = alike.digest.hex()[:8]
+    unknown = run("evict", "--namespace", wrong, "--tokens", "-")
+    assert unknown.exit_code == 1
+    assert f"no namespace {wrong} has blocks; those that do: {DIGEST[:8]}" in unknown.stderr
+    pool.commit(pool.reserve(alike, range(8)))
+    many = run("evict", "--namespace", DIGEST[0], "--tokens", "-")
+    assert many.exit_code == 1
+    assert "2 namespaces begin with" in many.stderr
+    assert DIGEST in many.stderr
+    for unusable in ("mine", ""):
+        assert run("evict", "--namespace", unusable, "--tokens", "-").exit_code == 2
+    assert pool.stats().num_blocks == 4
+
+
+def test_a_beginning_is_looked_for_on_all_pages(run, monkeypatch):
+    asked, digests = [], [f"{number:064x}" for number in range(3)]
+
+    def ask(_, method, path, body=None):
+        asked.append(path)
+        if body is not None:
+            return {"num_blocks": 0, "name": body["namespace"]}
+        page = int(path.rpartition("after=")[2] or "0", 16)
+        return {"items": [{"digest": digests[page]}], "next": f"{page + 1:x}" if page < 2 else None}
+
+    monkeypatch.setattr(prefixes, "ask", ask)
+    assert run("evict", "--namespace", digests[2][:63], "--tokens", "-").exit_code == 1
+    assert "3 namespaces begin" in run("evict", "--namespace", "00", "--tokens", "-").stderr
+    assert asked == [f"/v1/namespaces?limit=1000&after={after}" for after in ("", "1", "2")] * 2
 
 
 def test_an_address_may_be_given(run, pool, port, monkeypatch):

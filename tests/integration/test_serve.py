@@ -20,7 +20,9 @@ from itertools import count
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from kvstore.cli.main import build
 from kvstore.cli.serve import Daemon
 from kvstore.config import load_with_origins
 from kvstore.daemon.lifecycle import BusyPoll, SocketPlace
@@ -368,6 +370,18 @@ class TestServe:
         process.signal(signal.SIGTERM)
         process.wait()
         assert TOKEN not in "\n".join(process.lines)
+
+    def test_the_status_of_one_with_tenants_from_a_file_shows_them(self, serve, tmp_path):
+        file = tmp_path / "kvstore.toml"
+        file.write_text('[tenants.acme]\nceiling = "512KiB"\nfloor = 65536\n')
+        process = serve(f"--config={file}")
+        process.wait_ready()
+        result = CliRunner().invoke(build(()), ["status", f"--socket={process.path}"])
+        assert result.exit_code == 0, result.stderr
+        rows = [row.split() for row in result.stdout.splitlines()]
+        assert ["acme", "0", "B", "64", "KiB", "512", "KiB"] in rows
+        with connected(process) as client:
+            assert len(client.ask(Status(1)).status.pool.tenants) == 2
 
     def test_the_admin_interface_shows_the_same_as_a_client_sees(self, serve):
         process = serve("--admin-port=0", "--node=here")

@@ -145,6 +145,12 @@ def test_every_length_cold_and_hit(family, store):
     assert model.config._attn_implementation == "sdpa"
 
 
+@pytest.mark.parametrize("codec", ["lz5", "none", ""])
+def test_an_unknown_codec_is_refused(llama, store, codec):
+    with pytest.raises(UsageError, match="codec must be None or one of lz4, int8, fp8"):
+        CachedModel(llama, store, codec=codec)
+
+
 def test_stored_bytes_are_the_models_own(llama, store, cached):
     ids = prompt(3 * T + 5)
     cached.generate(ids, **NEW)

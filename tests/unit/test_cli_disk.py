@@ -1,10 +1,13 @@
 """Rows of ``kvstore doctor`` about the disk tier."""
 
+import os
+import stat
 import tempfile
 from pathlib import Path
 
 import pytest
 
+import kvstore
 from kvstore.cli import disk
 from kvstore.cli.disk import disk_checks
 from kvstore.host import file_system
@@ -51,9 +54,41 @@ def test_too_little_room_is_a_failure(place):
 
 def test_files_of_others_are_a_failure(place):
     (place / "letter.txt").touch()
-    assert "files that are not kvstore's" in rows(place)["disk"].detail
+    assert rows(place)["disk"].status == "fail"
+    assert "was not made by kvstore" in rows(place)["disk"].detail
     (place / "kvstore.lock").touch()
     assert rows(place)["disk"].status == "ok"
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o1777, 0o770])
+def test_a_directory_that_others_may_change_is_a_failure(place, mode):
+    place.chmod(mode)
+    row = rows(place)["disk"]
+    assert row.status == "fail"
+    assert f"mode {mode:04o}, so that other users may change the blocks" in row.detail
+    assert "run chmod 700" in row.detail
+    assert stat.S_IMODE(place.stat().st_mode) == mode
+
+
+def test_one_that_others_may_read_is_fine_and_stays_as_it_is(place):
+    place.chmod(0o755)
+    assert rows(place)["disk"].status == "ok"
+    assert stat.S_IMODE(place.stat().st_mode) == 0o755
+
+
+def test_one_that_a_store_uses_is_warned_of(place):
+    settings = {"disk": "64MiB", "disk_path": place, "disk_reserve": "1MiB"}
+    with kvstore.open(dram="1MiB", **settings):
+        row = rows(place)["disk"]
+        assert (row.status, "a running kvstore uses" in row.detail) == ("warn", True)
+    assert rows(place)["disk"].status == "ok"
+
+
+@pytest.mark.parametrize("below", [".", "new/tier"])
+def test_one_that_cannot_be_written_is_a_failure(place, monkeypatch, below):
+    monkeypatch.setattr(os, "access", lambda path, mode: path != place or not mode & os.W_OK)
+    row = rows(place / below)["disk"]
+    assert (row.status, f"{place} cannot be written to" in row.detail) == ("fail", True)
 
 
 def test_what_is_there_need_not_be_free(place):
@@ -86,7 +121,8 @@ def test_what_cannot_be_written_is_a_failure(place, monkeypatch):
     ("settings", "word"),
     [
         ({"disk_path": "relative"}, "absolute"),
-        ({"disk_path": None}, "no disk_path"),
+        ({"disk_path": None}, "has no place: set disk_path"),
+        ({"disk": None}, "disk_path is set and disk is 0"),
         ({"disk": "1MiB"}, "leaves nothing for blocks"),
     ],
 )

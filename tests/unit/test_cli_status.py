@@ -19,10 +19,11 @@ from click.testing import CliRunner
 import kvstore
 from kvstore.cli import status as shown
 from kvstore.cli.main import build
-from kvstore.cli.status import duration, line, looks, overview, percent, rates, size
+from kvstore.cli.status import duration, line, looks, overview, percent, rates
 from kvstore.cli.top import HISTORY, screen
 from kvstore.errors import UnavailableError, UsageError
 from kvstore.explain import Explanation, Segment
+from kvstore.sizes import size
 from kvstore.stats import (
     ArenaStats,
     DaemonStatus,

@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from pydantic import ValidationError
 
 import kvstore
+from kvstore import assembly
 from kvstore.cli.main import build
 from kvstore.config import Settings, load_settings, load_with_origins, redacted
 from kvstore.errors import ConfigError
@@ -21,6 +22,7 @@ from kvstore.metrics import COUNTERS, register
 from kvstore.namespace import KVLayout, Namespace
 from kvstore.pool import Pool
 from kvstore.testing import small_pool
+from kvstore.tiers.disk import DiskOptions
 
 TOKEN = "0123456789abcdef-and-more"
 
@@ -307,12 +309,19 @@ def test_open_refuses_what_cannot_work():
 
 def test_open_refuses_a_disk_that_cannot_work(tmp_path):
     disk = {"disk": "64MiB", "disk_path": str(tmp_path / "tier"), "disk_reserve": 0}
-    with pytest.raises(ConfigError, match=r"disk=\d+ has no place: set disk_path"):
+    with pytest.raises(ConfigError, match="disk=64MiB has no place: set disk_path"):
         kvstore.open(dram="1MiB", disk="64MiB")
-    with pytest.raises(ConfigError, match="leaves nothing for blocks"):
+    with pytest.raises(
+        ConfigError, match=r"^disk=1MiB leaves nothing for blocks: .* give it 6MiB or more"
+    ):
         kvstore.open(dram="1MiB", **disk | {"disk": "1MiB"})
-    with pytest.raises(ConfigError, match=r"\d+ bytes are free, and \d+ are needed"):
+    with pytest.raises(ConfigError, match=r"^disk=10TiB: at most 8TiB$"):
+        kvstore.open(dram="1MiB", **disk | {"disk": "10TiB"})
+    full = r"used: [\d.]+ .iB are free, 7 TiB are needed \(disk 7 TiB, .* disk_reserve 0 B\): lower disk"
+    with pytest.raises(ConfigError, match=full):
         kvstore.open(dram="1MiB", **disk | {"disk": "7TiB"})
+    with pytest.raises(ConfigError, match="disk_path is set and disk is 0: set disk"):
+        kvstore.open(dram="1MiB", disk_path=str(tmp_path / "tier"))
     (tmp_path / "letter.txt").touch()
     with pytest.raises(ConfigError, match="was not made by kvstore"):
         kvstore.open(dram="1MiB", **disk | {"disk_path": str(tmp_path)})
@@ -323,6 +332,52 @@ def test_open_refuses_a_disk_that_cannot_work(tmp_path):
     pytest.importorskip("torch")
     with pytest.raises(ConfigError, match="needs dram"):
         kvstore.open(dram=0, gpu="1MiB", device="cpu", **disk)
+
+
+def test_what_is_said_to_be_the_least_and_the_most_of_a_disk_is_possible(tmp_path):
+    with kvstore.open(dram="1MiB", disk="6MiB", disk_path=tmp_path / "tier", disk_reserve=0):
+        pass
+    assert DiskOptions(8 << 40).capacity_bytes > 7 << 40
+    assert Settings(disk="8TiB").disk == 8 << 40
+
+
+@pytest.mark.parametrize("tenants", [{}, {"acme": {"floor": 4096}}])
+@pytest.mark.parametrize("policy", assembly.POLICIES)
+def test_explain_calls_policies_as_settings_do(policy, tenants):
+    namespace = Namespace(b"w", KVLayout(1, 1, 256, "float32", block_tokens=4), tenant="acme")
+    with kvstore.open(dram="16KiB", policy=policy, block_tokens=4, tenants=tenants) as store:
+        for start in (0, 100):
+            store.commit(store.reserve(namespace, range(start, start + 8)))
+        details = [
+            segment.detail
+            for start in (0, 100)
+            for segment in store.explain(namespace, range(start, start + 9)).segments
+            if segment.cause == "evicted"
+        ]
+    assert details
+    assert all(detail.endswith(f", as {policy} chose") for detail in details)
+
+
+def no_memory(*_, **__):
+    raise AssertionError("memory was taken before the settings were checked")
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"disk": "64MiB"}, "has no place"),
+        ({"disk_path": "/nowhere"}, "disk is 0"),
+        ({"disk": "1MiB", "disk_path": "/nowhere"}, "leaves nothing"),
+        ({"tenants": {"acme": {"floor": "2MiB"}}}, "are 2 MiB, more than the 1 MiB of the last"),
+        ({"tenants": {"acme": {"floor": 8192, "ceiling": 4096}}}, "of 8 KiB is above .* 4 KiB"),
+    ],
+)
+def test_settings_are_checked_before_memory_is_taken(monkeypatch, settings, says):
+    monkeypatch.setattr(assembly, "DramStore", no_memory)
+    monkeypatch.setattr(assembly, "SharedDramStore", no_memory)
+    for build_store in (assembly.build, assembly.build_shared):
+        with pytest.raises(ConfigError, match=says):
+            build_store(load(dram="1MiB", **settings))
 
 
 def test_open_names_its_tiers_and_sizes():

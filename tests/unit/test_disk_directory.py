@@ -122,7 +122,7 @@ class TestBudget:
         assert budget - (5 << 20) < system.most <= budget
 
     def test_a_reserve_is_left_to_others(self, path):
-        with pytest.raises(ConfigError, match="bytes are free"):
+        with pytest.raises(ConfigError, match=r"disk_reserve .*: lower disk"):
             opened(path, options=DiskOptions(BUDGET, reserve_bytes=1 << 60))
 
     def test_only_its_own_files_count_as_there(self, path):
@@ -136,7 +136,7 @@ class TestBudget:
             if file.name != "kvstore.lock":
                 file.unlink()
         (path / "stray").write_bytes(bytes(1 << 20))
-        with pytest.raises(ConfigError, match="bytes are free"):
+        with pytest.raises(ConfigError, match=r"disk_reserve .*: lower disk"):
             opened(path, Small())
 
     def test_no_room_for_blocks(self):
@@ -166,12 +166,14 @@ class TestDirectory:
         store.close()
         opened(path).close()
 
-    def test_a_directory_with_other_things_is_refused(self, path):
+    def test_a_directory_with_other_things_is_refused_and_left_as_it_is(self, path):
         path.mkdir()
+        path.chmod(0o755)
         (path / "thesis.tex").write_text("mine")
         with pytest.raises(ConfigError, match="not made by kvstore"):
             opened(path)
         assert (path / "thesis.tex").read_text() == "mine"
+        assert path.stat().st_mode & 0o777 == 0o755
 
     def test_the_root_of_a_file_system_may_be_used(self, path):
         (path / "lost+found").mkdir(parents=True)
@@ -180,8 +182,23 @@ class TestDirectory:
 
     def test_a_file_in_its_place_is_refused(self, path):
         path.write_text("mine")
-        with pytest.raises(ConfigError, match="cannot be used"):
+        with pytest.raises(ConfigError, match="tier is a file: give a directory"):
             opened(path)
+        with pytest.raises(ConfigError, match="used: Not a directory: choose another disk_path"):
+            opened(path / "below")
+
+    def test_one_that_cannot_be_is_refused_with_a_remedy(self, path):
+        path.symlink_to(path.parent / "nowhere")
+        with pytest.raises(ConfigError, match=r"tier cannot be used: .*: choose another disk_path"):
+            opened(path)
+
+    def test_a_read_only_file_system_is_refused_with_a_remedy(self, path):
+        class ReadOnly(FaultySystem):
+            def make_directory(self, path):
+                raise OSError(errno.EROFS, "Read-only file system")
+
+        with pytest.raises(ConfigError, match="used: Read-only file system: choose another"):
+            opened(path, ReadOnly())
 
     def test_without_direct_io(self, path, caplog):
         class Buffered(FaultySystem):

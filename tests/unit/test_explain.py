@@ -84,8 +84,8 @@ def test_explaining_counts_as_no_use():
 
 
 SENTENCES = {
-    "capacity": "evicted from dram 42 s ago to make room for 2 blocks, as LRU chose",
-    "quota": "evicted from dram 42 s ago because its tenant had all that it may have, as LRU chose",
+    "capacity": "evicted from dram 42 s ago to make room for 2 blocks, as lru chose",
+    "quota": "evicted from dram 42 s ago because its tenant had all that it may have, as lru chose",
     "evicted": "evicted from dram 42 s ago because somebody asked for it",
     "expired": "dropped from dram 42 s ago at the end of its time to live",
     "corrupt": "dropped from dram 42 s ago because the bytes did not match their checksum",
@@ -171,8 +171,8 @@ def test_a_loss_names_the_tier_where_the_block_was_last():
         ({}, "evicted 0 s ago to make room for other blocks"),
         ({"tier": "disk", "wanted": 1}, "evicted from disk 0 s ago to make room for a block"),
         (
-            {"tier": "gpu", "policy": "S3FIFO", "wanted": 12},
-            "evicted from gpu 0 s ago to make room for 12 blocks, as S3FIFO chose",
+            {"tier": "gpu", "policy": "s3fifo", "wanted": 12},
+            "evicted from gpu 0 s ago to make room for 12 blocks, as s3fifo chose",
         ),
     ],
 )

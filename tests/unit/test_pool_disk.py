@@ -761,7 +761,7 @@ class TestExplain:
             put(pool, prompt(1, 8))
             detail = pool.explain(SPACE, prompt(0, 5)).segments[0].detail
             assert "dram" in detail
-            assert "LRU" in detail
+            assert "as lru chose" in detail
             assert "blocks" in detail
 
 

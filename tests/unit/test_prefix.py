@@ -102,7 +102,9 @@ def test_a_load_is_waited_for_a_little_longer_than_expected(comes_after_s, hit_t
 
         pool.acquire = load
         wrapped._pause = SimpleNamespace(wait=clock.advance)
-        assert wrapped.load(NAMESPACE, TOKENS, KV.clone(), RequestStats()) == hit_tokens
+        stats = RequestStats()
+        assert wrapped.load(NAMESPACE, TOKENS, KV.clone(), stats) == hit_tokens
+        assert stats.miss == (None if hit_tokens else "not_loaded")
         assert clock() <= PATIENCE * 2.0 + LEAST_PATIENCE_S + 1e-9
         assert wrapped.counts["late"] == (not hit_tokens)
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from kvstore.errors import ConfigError
+from kvstore.sizes import size, typed_size
 from kvstore.tiers.arena import ALIGNMENT, MAX_TIER_BYTES
 from kvstore.tiers.disk import manifest as manifests
 from kvstore.tiers.disk.files import Segments, index_of, try_page
@@ -35,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 MIB = 1 << 20
 GIB = 1 << 30
+MAX_BUDGET_BYTES: Final = MAX_TIER_BYTES + ALIGNMENT
+"""8 TiB, of which lists and logs always take more than a page."""
 MAX_SEGMENTS: Final = 256
 """Every file has a descriptor, and a process often has 1,024."""
 _USELESS: Final = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR, None)
@@ -68,11 +71,13 @@ class DiskOptions:
             raise ConfigError(f"threads={self.threads}: at least one is needed")
         if self.capacity_bytes < ALIGNMENT:
             raise ConfigError(
-                f"disk={self.budget_bytes} bytes leaves nothing for blocks: the list of blocks alone takes "
-                f"{self.budget_bytes - self.capacity_bytes}; give it at least 64MiB"
+                f"disk={typed_size(self.budget_bytes)} leaves nothing for blocks: the list of blocks alone "
+                f"takes {size(self.budget_bytes - self.capacity_bytes)}; give it 6MiB or more"
             )
-        if self.capacity_bytes > MAX_TIER_BYTES:
-            raise ConfigError(f"disk={self.budget_bytes} is more than {MAX_TIER_BYTES} bytes")
+        if self.budget_bytes > MAX_BUDGET_BYTES:
+            raise ConfigError(
+                f"disk={typed_size(self.budget_bytes)}: at most {typed_size(MAX_BUDGET_BYTES)}"
+            )
 
     @property
     def list_bytes(self) -> int:
@@ -219,8 +224,9 @@ class Directory:
         if needed > free:
             raise OSError(
                 errno.ENOSPC,
-                f"{free} bytes are free, and {needed} are needed: {self._options.budget_bytes} in all, of "
-                f"which {there} are there, and {self._options.reserve_bytes} left over for others",
+                f"{size(free)} are free, {size(needed)} are needed (disk {size(self._options.budget_bytes)}, "
+                f"{size(there)} of them there, disk_reserve {size(self._options.reserve_bytes)}): "
+                "lower disk or disk_reserve",
             )
 
     def _open_manifest(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import stat
 from typing import TYPE_CHECKING
@@ -22,19 +23,18 @@ FOREIGN_NAMES = frozenset({"lost+found"})
 def lock_directory(directory: Path, system: System) -> int:
     """Return the descriptor that keeps every other instance out of ``directory`` while it is open.
 
+    A directory that others may read is hidden from them; one that is refused is left as it is.
+
     Raises:
         ConfigError: another instance has it, other users may change it, or it holds other things.
         OSError: the file system refuses.
     """
-    _check_owner(directory, system)
-    path = directory / LOCK_NAME
-    if not path.exists() and any(other.name not in FOREIGN_NAMES for other in directory.iterdir()):
-        raise ConfigError(
-            f"disk directory {directory} is not empty and was not made by kvstore: give it one of its own"
-        )
-    descriptor = system.open(path, os.O_RDWR | os.O_CREAT)
+    check_directory(directory, system)
+    descriptor = system.open(directory / LOCK_NAME, os.O_RDWR | os.O_CREAT)
     try:
         system.lock(descriptor)
+        if stat.S_IMODE(system.stat(directory).st_mode) != DIRECTORY_MODE:
+            system.make_private(directory)
     except BlockingIOError:
         system.close(descriptor)
         raise ConfigError(
@@ -46,8 +46,13 @@ def lock_directory(directory: Path, system: System) -> int:
     return descriptor
 
 
-def _check_owner(directory: Path, system: System) -> None:
-    """Refuse a directory that others may change; hide one that they may only read."""
+def check_directory(directory: Path, system: System) -> None:
+    """Refuse a directory that others may change or that holds other things; change nothing.
+
+    Raises:
+        ConfigError: it says which.
+        OSError: the file system refuses.
+    """
     status = system.stat(directory)
     mode, user = stat.S_IMODE(status.st_mode), os.geteuid()
     if status.st_uid != user:
@@ -60,5 +65,23 @@ def _check_owner(directory: Path, system: System) -> None:
             f"disk directory {directory} has mode {mode:04o}, so that other users may change the blocks in "
             f"it: run chmod {DIRECTORY_MODE:o} on it, or give another one"
         )
-    if mode != DIRECTORY_MODE:
-        system.make_private(directory)
+    made = (directory / LOCK_NAME).exists()
+    if not made and any(other.name not in FOREIGN_NAMES for other in directory.iterdir()):
+        raise ConfigError(
+            f"disk directory {directory} is not empty and was not made by kvstore: give it one of its own"
+        )
+
+
+def is_in_use(directory: Path) -> bool:
+    """Whether an instance has ``directory`` open now. Raises OSError."""
+    try:
+        descriptor = os.open(directory / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False

@@ -19,6 +19,7 @@ A slot is not written while it is read, and released when nobody uses it: the ca
 
 from __future__ import annotations
 
+import errno
 import logging
 import sqlite3
 import threading
@@ -51,6 +52,8 @@ if TYPE_CHECKING:
     Payloads = Sequence[NDArray[np.uint8]]
 
 logger = logging.getLogger(__name__)
+
+_WRONG_PLACE = (errno.ENOENT, errno.EEXIST, errno.ENOTDIR, errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 class Written(NamedTuple):
@@ -93,7 +96,7 @@ class DiskStore:
         try:
             self._access = Access(path, options, clock, system or System())
         except (OSError, sqlite3.Error) as error:
-            raise ConfigError(f"disk directory {path} cannot be used: {error}") from error
+            raise _refusal(path, error) from error
         self._found, self._access.found = self._access.found, []
         self._generation = self._access.generation
         if self._found:
@@ -369,3 +372,13 @@ class DiskStore:
         generations = np.concatenate([block.generations for block in found])
         order = np.argsort(offsets)
         self.slots.occupy(offsets[order], sizes[order], generations[order])
+
+
+def _refusal(path: Path, error: OSError | sqlite3.Error) -> ConfigError:
+    """Say why ``path`` cannot be opened, and what to do where that is known."""
+    if isinstance(error, FileExistsError) and path.is_file():
+        return ConfigError(f"disk directory {path} is a file: give a directory")
+    reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+    if isinstance(error, OSError) and error.errno in _WRONG_PLACE:
+        reason += ": choose another disk_path"
+    return ConfigError(f"disk directory {path} cannot be used: {reason}")
