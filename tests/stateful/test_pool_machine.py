@@ -634,10 +634,22 @@ class PoolWithDiskMachine(PoolMachine):
         rows = np.flatnonzero(residency.table.slots[self.num_memory] >= 0)
         written = {name for name, block in self.rows().items() if block in set(rows.tolist())}
         kept = {name for name in written if self.leading(name) <= written}
+        if not self.all_have_room():
+            kept = set()  # some may make room for what only memory has
         assert all(self.expires_at[name] == float("inf") for name in written)
         self.pool.close()
         assert residency.table.num_blocks == 0
         self.directory_again(kept)
+
+    def all_have_room(self):
+        """Whether the disk can have every block beside those that it has."""
+        residency = self.pool._residency
+        ready = np.flatnonzero(residency.table.states == BlockState.READY).astype(np.int32)
+        sizes = residency.copies.slot_sizes(self.num_memory, ready)
+        absent = ~residency.copies.have(self.num_memory, ready)
+        slots = residency.tiers[-1].arena
+        room = slots.capacity_bytes - slots.used_bytes
+        return not absent.any() or (len(set(sizes)) == 1 and sizes[absent].sum() <= room)
 
     def leading(self, name):
         """The blocks up to this one."""

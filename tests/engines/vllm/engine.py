@@ -193,11 +193,12 @@ class Daemon:
         } | {
             "XDG_CONFIG_HOME": str(directory),
             "KVSTORE_DISK": disk,
-            "KVSTORE_DISK_PATH": str(directory / "disk"),
             "KVSTORE_DISK_RESERVE": "0",
             "KVSTORE_DISK_ADMISSION": "always",
             "KVSTORE_LOAD": "always",
         }
+        if disk != "0":
+            self._environment["KVSTORE_DISK_PATH"] = str(directory / "disk")
         self._process: subprocess.Popen[str] | None = None
         self._reader: threading.Thread | None = None
 
