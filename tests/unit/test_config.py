@@ -405,6 +405,23 @@ def test_settings_are_checked_before_memory_is_taken(monkeypatch, settings, says
             build_store(load(dram="1MiB", **settings))
 
 
+@pytest.mark.parametrize("build_store", [assembly.build, assembly.build_shared])
+def test_a_disk_is_opened_before_memory_is_taken_and_closed_when_there_is_none(
+    monkeypatch, tmp_path, build_store
+):
+    disk = {"disk": "64MiB", "disk_path": str(tmp_path / "tier"), "disk_reserve": 0}
+    with monkeypatch.context() as patch:
+        patch.setattr(assembly, "DramStore", no_memory)
+        patch.setattr(assembly, "SharedDramStore", no_memory)
+        (tmp_path / "letter.txt").touch()
+        with pytest.raises(ConfigError, match="was not made by kvstore"):
+            build_store(load(dram="1MiB", **disk | {"disk_path": str(tmp_path)}))
+        with pytest.raises(AssertionError, match="before the settings"):
+            build_store(load(dram="1MiB", **disk))
+    with kvstore.open(dram="1MiB", **disk) as store:
+        assert store.tier_names == ("dram", "disk")
+
+
 def test_open_names_its_tiers_and_sizes():
     with kvstore.open(dram="1MiB") as store:
         assert store.tier_names == ("dram",)
