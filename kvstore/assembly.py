@@ -7,6 +7,7 @@ import os
 import random
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
@@ -80,14 +81,16 @@ def build(settings: Settings, registry: CollectorRegistry | None = None) -> Pool
     _check_together(settings)
     device = _device(settings) if settings.gpu else "none"
     _check_memory(settings.dram + (settings.gpu if device == "cpu" else 0))
-    tiers = []
-    if settings.gpu:
-        tiers.append(_gpu_tier(settings, device))
-    if settings.dram:
-        capacity = _capacity("dram", settings.dram)
-        store = DramStore(capacity, prefault=settings.prefault, pin=cuda_is_present())
-        tiers.append(_tier("dram", store, settings))
-    return _pool(tiers, settings, registry)
+    with ExitStack() as undo:
+        disk = _disk_tier(settings, undo)
+        tiers = []
+        if settings.gpu:
+            tiers.append(_opened(_gpu_tier(settings, device), undo))
+        if settings.dram:
+            capacity = _capacity("dram", settings.dram)
+            store = DramStore(capacity, prefault=settings.prefault, pin=cuda_is_present())
+            tiers.append(_opened(_tier("dram", store, settings), undo))
+        return _pool([*tiers, *disk], undo, settings, registry)
 
 
 def _check_together(settings: Settings) -> None:
@@ -131,16 +134,23 @@ def disk_options(settings: Settings) -> DiskOptions | None:
     )
 
 
-def _disk_tier(settings: Settings) -> Tier | None:
-    """Open the directory of the disk tier, if there is to be one."""
+def _opened(tier: Tier, undo: ExitStack) -> Tier:
+    """Return ``tier``, which ``undo`` closes until there is a pool that does."""
+    undo.callback(tier.store.close)
+    return tier
+
+
+def _disk_tier(settings: Settings, undo: ExitStack) -> list[Tier]:
+    """Open the directory of the disk tier, if there is to be one: before memory, as it can be refused."""
     options = disk_options(settings)
     if options is None or settings.disk_path is None:
-        return None
+        return []
     clock = time.monotonic  # noqa: TID251  (the one place that picks the clock)
     budget = WriteBudget(clock, settings.disk_bytes_per_s)
     rules = DiskRules(settings.disk_admission, budget, Planner(clock, mode=settings.load))
     store = DiskStore(settings.disk_path, options, clock)
-    return Tier("disk", store, ordered_by(POLICIES[settings.policy], {}), rules=rules)
+    tier = Tier("disk", store, ordered_by(POLICIES[settings.policy], {}), rules=rules)
+    return [_opened(tier, undo)]
 
 
 def build_shared(
@@ -170,32 +180,31 @@ def build_shared(
     _check_together(settings)
     if settings.huge_pages != "reserved":  # those were set aside before: the store counts them
         _check_memory(settings.dram)
-    store = SharedDramStore(
-        _capacity("dram", settings.dram),
-        time.monotonic,  # noqa: TID251  (the one place that picks the clock)
-        huge_pages=settings.huge_pages,
-        prefault=settings.prefault,
-        on_progress=on_progress,
-    )
-    return _pool([_tier("dram", store, settings)], settings, registry), store
+    with ExitStack() as undo:
+        disk = _disk_tier(settings, undo)
+        store = SharedDramStore(
+            _capacity("dram", settings.dram),
+            time.monotonic,  # noqa: TID251  (the one place that picks the clock)
+            huge_pages=settings.huge_pages,
+            prefault=settings.prefault,
+            on_progress=on_progress,
+        )
+        dram = _opened(_tier("dram", store, settings), undo)
+        return _pool([dram, *disk], undo, settings, registry), store
 
 
-def _pool(tiers: list[Tier], settings: Settings, registry: CollectorRegistry | None) -> Pool:
-    """Make the pool of ``tiers`` and of the disk; a failure closes what was opened."""
+def _pool(
+    tiers: list[Tier], undo: ExitStack, settings: Settings, registry: CollectorRegistry | None
+) -> Pool:
+    """Make the pool of ``tiers``, which closes them from then on, and not ``undo``."""
     clock = time.monotonic  # noqa: TID251  (the one place that picks the clock)
     began = clock()
-    try:
-        disk = _disk_tier(settings)
-    except ConfigError:
-        for tier in tiers:
-            tier.store.close()
-        raise
     memory = ThreadMover(settings.max_moves)
     lanes = Lanes(memory, memory, memory)
+    disk = tiers[-1].disk
     if disk is not None:
         loads = ThreadMover(settings.max_moves, "loads")
         lanes = Lanes(memory, loads, ThreadMover(settings.max_moves, "stores"))
-        tiers = [*tiers, disk]
     try:
         pool = Pool(
             tiers,
@@ -209,14 +218,11 @@ def _pool(tiers: list[Tier], settings: Settings, registry: CollectorRegistry | N
         )
     except ConfigError:
         lanes.close()
-        for tier in tiers:
-            tier.store.close()
         raise
+    undo.pop_all()
     if disk is not None:
-        found = pool.stats().tiers[-1].num_blocks
-        logger.info(
-            "disk tier %s: %d blocks found in %.2f s", settings.disk_path, found, clock() - began
-        )
+        found, found_s = pool.stats().tiers[-1].num_blocks, disk.open_s + clock() - began
+        logger.info("disk tier %s: %d blocks found in %.2f s", settings.disk_path, found, found_s)
     if registry is not None:
         try:
             register(pool, registry)

@@ -30,7 +30,7 @@ from pydantic_core import PydanticCustomError
 from kvstore.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
 ENV_PREFIX = "KVSTORE_"
 _SERVICE_LINK = re.compile(r"_SERVICE_(HOST|PORT)(_\w+)?$|_PORT_\d+_(TCP|UDP|SCTP)(_\w+)?$")
@@ -281,6 +281,9 @@ def _refusal(error: ValidationError, origins: Mapping[str, str]) -> ConfigError:
     reason = "not a size: write it as 512MiB or 8GiB" if size else first["msg"]
     shown = "" if name == "token" else f"={str(value) if isinstance(value, Path) else value!r}"
     path = ".".join(map(str, first["loc"]))
+    if first["type"] == "extra_forbidden":  # of a tenant: names of settings were checked before
+        hint = _nearest(str(first["loc"][-1]), TenantSettings.model_fields, str)
+        return ConfigError(f"setting {path} is unknown{hint} ({origins[name]})")
     return ConfigError(f"setting {path}{shown}: {reason} ({origins[name]})")
 
 
@@ -310,8 +313,18 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, tuple[Any, st
         and name not in _NO_SETTINGS
         and not (_SERVICE_LINK.search(name) or _is_linked_port(name, value))
     }
-    _check_names(values, "environment variable", lambda name: ENV_PREFIX + name.upper())
+    if "tenants" in values:
+        raise ConfigError(
+            "KVSTORE_TENANTS is no variable: give tenants as tables [tenants.NAME] in the settings file, which "
+            "KVSTORE_CONFIG names"
+        )
+    _check_names(values, "environment variable", variable_of)
     return values
+
+
+def variable_of(name: str) -> str | None:
+    """Return the environment variable of a setting; None: it has none."""
+    return None if name == "tenants" else ENV_PREFIX + name.upper()
 
 
 def _is_linked_port(name: str, value: str) -> bool:
@@ -334,10 +347,17 @@ def _read(file: Path) -> tuple[str, bool]:
         return opened.read(), bool(os.fstat(opened.fileno()).st_mode & 0o044)
 
 
-def _check_names(names: Iterable[str], what: str, spell: Any) -> None:  # noqa: ANN401
+def _check_names(names: Iterable[str], what: str, spell: Callable[[str], str | None]) -> None:
     for name in names:
         if name not in Settings.model_fields:
-            near = difflib.get_close_matches(name, Settings.model_fields, 1)
-            known = ", ".join(map(spell, Settings.model_fields))
-            hint = f"; did you mean {spell(near[0])}?" if near else f"; known are {known}"
+            hint = _nearest(name, Settings.model_fields, spell)
             raise ConfigError(f"unknown {what} {spell(name)}{hint}")
+
+
+def _nearest(name: str, known: Iterable[str], spell: Callable[[str], str | None]) -> str:
+    """Return the end of a message about an unknown ``name``: the known one that may be meant, or all."""
+    spelled = {one: text for one in known if (text := spell(one)) is not None}
+    near = difflib.get_close_matches(name, spelled, 1)
+    if near:
+        return f"; did you mean {spelled[near[0]]}?"
+    return f"; known are {', '.join(spelled.values())}"

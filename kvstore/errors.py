@@ -3,6 +3,7 @@
     KVStoreError
     ├── ConfigError             a setting is wrong: names the key, the value and what to do
     ├── UsageError              the caller broke a contract (also a ValueError)
+    ├── CodecError              a block cannot be encoded, or stored bytes are not what it has encoded
     ├── TooLargeError           the request can never fit: refused at once, with both sizes
     ├── UnavailableError        the daemon cannot be reached, or does not answer in time
     └── LeaseError

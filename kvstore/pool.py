@@ -30,6 +30,7 @@ been committed, by whomever; until then it belongs to no single writer (:mod:`kv
 
 from __future__ import annotations
 
+import logging
 from threading import RLock
 from typing import TYPE_CHECKING, Any
 
@@ -67,6 +68,7 @@ if TYPE_CHECKING:
     from kvstore.residency import Found
     from kvstore.tiers.tier import Tier
 
+logger = logging.getLogger(__name__)
 
 KEEP_S = 10.0
 """For how long a pool that is closed writes to its disk what only memory has."""
@@ -415,6 +417,11 @@ class Pool(Upkeep):
             self._holds.leases.clear()
             for tier in self._residency.tiers:
                 if tier.disk is not None:  # before its blocks are let go of: it keeps them
+                    stats = self.stats()
+                    on_disk = stats.tiers[-1].num_blocks
+                    logger.info(
+                        "closed: %d blocks on disk, %d not", on_disk, stats.num_blocks - on_disk
+                    )
                     tier.disk.close()
             self.clear()
             self._buffers = ()

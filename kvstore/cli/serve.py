@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry
 
 from kvstore import __version__
 from kvstore.assembly import build_shared
-from kvstore.config import load_with_origins, redacted
+from kvstore.config import Settings, load_with_origins, redacted, variable_of
 from kvstore.daemon.handshake import Terms
 from kvstore.daemon.lifecycle import BusyPoll, SocketPlace, run
 from kvstore.daemon.server import Server
@@ -29,14 +29,30 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvstore.admin.server import AdminServer
-    from kvstore.config import Settings
     from kvstore.pool import Pool
     from kvstore.tiers.shared import SharedDramStore
 
 logger = logging.getLogger(__name__)
 
 
-@click.command()
+class _ServeCommand(click.Command):
+    """Says of an option that there is not, and that is a setting, where to set it."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            name = error.option_name.lstrip("-").replace("-", "_")
+            if name not in Settings.model_fields:
+                raise
+            variable = variable_of(name)
+            places = f"{variable}, or {name} in the file" if variable else f"{name} in the file"
+            raise click.UsageError(
+                f"No such option '{error.option_name}'. Set {places}.", ctx
+            ) from None
+
+
+@click.command(cls=_ServeCommand)
 @click.option("--config", type=click.Path(path_type=Path), help="TOML file with settings.")
 @click.option("--socket", help="Unix socket where clients connect.")
 @click.option("--dram", metavar="SIZE", help="Host memory for blocks, such as 8GiB.")

@@ -81,12 +81,37 @@ def test_none_means_not_given():
         (lambda: load(admin_host="0.0.0.0"), "admin_host='0.0.0.0': needs a token"),
         (lambda: load(admin_host="::"), "admin_host='::': needs a token"),
         (lambda: load(admin_host="myhost"), "admin_host='myhost': not an address: "),
+        (lambda: load({"KVSTORE_TENANTS": "acme"}), r"KVSTORE_TENANTS is no variable: .*\[tenants"),
+        (lambda: load({"KVSTORE_TENANT": "x"}), "KVSTORE_TENANT; known are KVSTORE_DRAM, "),
+        (
+            lambda: load(tenants={"acme": {"flor": "4MiB"}}),
+            "setting tenants.acme.flor is unknown; did you mean floor. .argument.",
+        ),
+        (
+            lambda: load(tenants={"acme": {"zzz": 1}}),
+            "tenants.acme.zzz is unknown; known are ceiling, floor",
+        ),
         (lambda: load({"KVSTORE_MAX_CLIENTS": "0"}), "='0': .* .environment KVSTORE_MAX_CLIENTS."),
     ],
 )
 def test_unknown_and_impossible_settings_are_named(call, says):
     with pytest.raises(ConfigError, match=says):
         call()
+
+
+@pytest.mark.parametrize(
+    ("option", "hint"),
+    [
+        ("--policy", "No such option '--policy'. Set KVSTORE_POLICY, or policy in the file."),
+        ("--disk-admission=always", "Set KVSTORE_DISK_ADMISSION, or disk_admission in the file."),
+        ("--tenants", "No such option '--tenants'. Set tenants in the file."),
+        ("--polity", "No such option '--polity'.\n"),
+    ],
+)
+def test_an_option_that_is_only_a_setting_says_where_to_set_it(option, hint):
+    result = CliRunner().invoke(build(()), ["serve", option])
+    assert result.exit_code == 2
+    assert hint in result.stderr
 
 
 def test_unreadable_files(tmp_path):
@@ -378,6 +403,23 @@ def test_settings_are_checked_before_memory_is_taken(monkeypatch, settings, says
     for build_store in (assembly.build, assembly.build_shared):
         with pytest.raises(ConfigError, match=says):
             build_store(load(dram="1MiB", **settings))
+
+
+@pytest.mark.parametrize("build_store", [assembly.build, assembly.build_shared])
+def test_a_disk_is_opened_before_memory_is_taken_and_closed_when_there_is_none(
+    monkeypatch, tmp_path, build_store
+):
+    disk = {"disk": "64MiB", "disk_path": str(tmp_path / "tier"), "disk_reserve": 0}
+    with monkeypatch.context() as patch:
+        patch.setattr(assembly, "DramStore", no_memory)
+        patch.setattr(assembly, "SharedDramStore", no_memory)
+        (tmp_path / "letter.txt").touch()
+        with pytest.raises(ConfigError, match="was not made by kvstore"):
+            build_store(load(dram="1MiB", **disk | {"disk_path": str(tmp_path)}))
+        with pytest.raises(AssertionError, match="before the settings"):
+            build_store(load(dram="1MiB", **disk))
+    with kvstore.open(dram="1MiB", **disk) as store:
+        assert store.tier_names == ("dram", "disk")
 
 
 def test_open_names_its_tiers_and_sizes():

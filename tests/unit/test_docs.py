@@ -19,7 +19,7 @@ import click
 import pytest
 
 from engine_plugin.vllm.options import Options, parse_options
-from kvstore import holds, namespace, protocol
+from kvstore import errors, holds, namespace, protocol
 from kvstore.admin import guard, prefixes, server
 from kvstore.assembly import ClientOptions
 from kvstore.cli import status
@@ -379,3 +379,8 @@ def test_the_first_example_shows_a_hit(name):
     known = [int(line.split()[0]) for line in done.stdout.splitlines() if "were known" in line]
     assert known[0] == 0
     assert known[1] > 100
+
+
+def test_the_tree_of_exceptions_has_all_of_them():
+    named = set(re.findall(r"\b[A-Z]\w+Error\b", errors.__doc__.partition("\n\n")[2]))
+    assert named - {"ValueError"} == {name for name in vars(errors) if name.endswith("Error")}

@@ -853,6 +853,18 @@ def test_what_will_expire_is_not_written(path):
         assert again.lookup(SPACE, tokens) == 2 * WIDTH
 
 
+def test_a_store_that_is_closed_says_how_many_blocks_the_disk_has(path, caplog):
+    caplog.set_level("INFO", "kvstore.pool")
+    pool = opened(path)
+    pool.commit(pool.reserve(SPACE, prompt(0, 4)))
+    pool.commit(pool.reserve(SPACE, prompt(1, 3), ttl_s=10))
+    pool.close()
+    assert caplog.messages == ["closed: 4 blocks on disk, 3 not"]
+    caplog.clear()
+    small_pool(8).close()
+    assert caplog.messages == []
+
+
 def test_what_was_to_expire_is_written_once_it_is_for_ever(path):
     pool, tokens = opened(path, admission="always"), prompt(0, 4)
     pool.commit(pool.reserve(SPACE, tokens, ttl_s=10))

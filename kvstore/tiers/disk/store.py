@@ -93,10 +93,13 @@ class DiskStore:
         self._count_lock = threading.Lock()
         self._clock = clock
         self._listing = Listing()
+        began = clock()
         try:
             self._access = Access(path, options, clock, system or System())
         except (OSError, sqlite3.Error) as error:
             raise _refusal(path, error) from error
+        self.open_s = clock() - began
+        """How long it took to open the directory."""
         self._found, self._access.found = self._access.found, []
         self._generation = self._access.generation
         if self._found:
