@@ -356,7 +356,7 @@ class Offload:
             return
         until = self._clock() + seconds
         last, *faster = range(self._memory, -1, -1)
-        for index in [last, *faster, last] if faster else [last]:
+        for index in (last, *faster, last):  # the last time for what had to make room for others
             self._keep_tier(index, until)
 
     def _keep_tier(self, index: int, until: float) -> None:

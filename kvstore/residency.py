@@ -488,8 +488,20 @@ class Residency:
             if len(mates):
                 spare = self._drop_spare(index, mates)
                 self.detach(list(self.nodes()), mates[~spare], "capacity")
+                self._drop_behind(index, mates[spare])
                 return True
         return False
+
+    def _drop_behind(self, index: int, ids: Ids) -> None:
+        """Drop copies of what follows ``ids`` in a tier that lost these: after a restart it is of no use."""
+        lost = np.zeros(len(self.table.states), bool)
+        lost[ids] = True
+        for node in list(self.nodes()) if len(ids) else ():
+            if (hits := lost[node.blocks]).any():
+                behind = [node.blocks[int(hits.argmax()) :]]
+                behind += [below.blocks for below in _below(node)]
+                together = np.concatenate(behind)
+                self._drop_spare(index, together[self.copies.have(index, together)])
 
     def _idle_slabs(self, index: int, slot_size: int) -> Iterator[tuple[int, int, Ids]]:
         """Begin, end and blocks of each slab in which nobody uses a block, and none is on its way there."""

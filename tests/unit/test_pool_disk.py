@@ -734,6 +734,22 @@ class TestPressure:
             assert get(pool, prompt(3, 2), other) == 2
             assert pool._residency.trees[other.digest].num_blocks >= 2
 
+    def test_what_is_on_disk_stays_a_prefix_when_another_size_gets_room(self, path):
+        small = Namespace(b"small", KVLayout(1, 1, 8, "float32", WIDTH))
+        with opened(path, pages=400, options=TIGHT, admission="always") as pool:
+            put(pool, prompt(0, 21))
+            assert on_disk(pool) == 21
+            put(pool, prompt(0, 30), small)
+            for space, count in ((SPACE, 21), (small, 30)):
+                ids = pool._residency.find(space, prompt(0, count).astype("<i4").tobytes()).ids
+                there = pool._residency.copies.have(1, ids)
+                assert (np.diff(there.astype(int)) <= 0).all(), "leading blocks"
+            pool.check_invariants()
+        with opened(path, pages=400, options=TIGHT) as pool:
+            disk = pool.stats().tiers[-1]
+            known = pool.lookup(SPACE, prompt(0, 21)) + pool.lookup(small, prompt(0, 30))
+            assert known == disk.num_blocks * WIDTH, "nothing on disk is of no use"
+
 
 class TestExplain:
     def test_what_is_on_disk_is_a_hit_there_unless_it_is_not_loaded(self, path):
