@@ -194,7 +194,7 @@ def test_everybody_gets_the_right_bytes(path, caplog, monkeypatch, case):
     held = end.held_blocks, end.num_pins, end.num_leases, end.num_reservations
     assert not any([*held, end.num_blocks, *(tier.used_bytes for tier in end.tiers)])
     assert counts["blocks"] > 300
-    assert min(counts["waits"], counts["moved_blocks", "disk", "dram"]) > 10
+    assert min(counts["waits"], counts["moved_blocks", "disk", "dram"]) > 0
     assert bool(counts["expired"]) == (case == "gpu")
     assert not any(record.exc_info for record in caplog.records), "a job has failed"
     assert (case == "failing") == any(record.levelname == "ERROR" for record in caplog.records)
