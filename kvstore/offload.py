@@ -55,12 +55,14 @@ MAX_PROBE_BLOCKS = 8
 TRIAL_BYTES = 4 << 20
 """What is read into nowhere to measure a disk before its first load."""
 
-STUCK_S = 2.0
-"""A disk that has not finished a piece for so long is not waited for."""
+STUCK, STUCK_S = 3, 0.1
+"""A disk that takes so many times what is expected for a piece, and so long, is not waited for."""
 
 MIN_TRIAL_BYTES = 1 << 20
 """Less than this says little of how fast the disk is: more is read when there is more."""
 MAX_TRIALS = 8
+TRIES = 3
+"""Reads of a trial, of which the fastest counts: others may have waited for writes."""
 
 MAX_ROW = 16
 """Loads, one after another, of which the planner is told together."""
@@ -129,6 +131,8 @@ class Offload:
         self._trial: Literal["due", "running", "over"] = "over"
         """Whether the disk is to be measured before its first load."""
         self._trials = 0
+        self._place: tuple[int, int] | None = None
+        """Offset and bytes of the last trial."""
         self._row: list[tuple[int, float]] = []
         """Bytes and seconds of loads, one after another, that the planner was not told of."""
         self._loading_since_s = 0.0
@@ -235,7 +239,7 @@ class Offload:
         if self.rules is None or not self._queue().loads:
             return False
         expected_s = self.rules.planner.load_s(self._name, PIECE_BYTES)
-        return self._clock() > self._loading_since_s + max(STUCK_S, 8 * expected_s)
+        return self._clock() > self._loading_since_s + max(STUCK_S, STUCK * expected_s)
 
     def _at_a_time(self, ids: Ids) -> Ids:
         """Return so many leading ``ids`` that loads which wait for others take half of the memory at most."""
@@ -309,8 +313,11 @@ class Offload:
         planner, namespace = self.rules.planner, path.tree.namespace
         length, width = len(path.key) // namespace.key_bytes, namespace.layout.block_tokens
         plan = planner.plan(engine_of(namespace), width, 0, slot_size, self._name, length)
-        untried = planner.mode == "auto" and not planner.is_measured(self._name)
-        return plan.num_blocks > 0 or untried
+        if planner.mode == "auto" and not planner.is_measured(self._name):
+            return True
+        if not plan.num_blocks and planner.probe(self._name):
+            self._try()  # or nothing would be written any more, and no load show that it has become faster
+        return plan.num_blocks > 0
 
     def write_back(self) -> None:
         """Start writing to the disk what the last memory tier would evict next, where that tier is nearly full.
@@ -437,17 +444,24 @@ class Offload:
         offsets = np.sort(self._copies.offsets(self._index, ids))
         runs = np.split(offsets, np.flatnonzero(np.diff(offsets) != slot_size) + 1)
         longest = max(runs, key=len)
-        num_bytes = min(len(longest) * slot_size, TRIAL_BYTES)
-        self._trial = "running"
-        job = partial(self._run_trial, int(longest[0]), num_bytes)
-        if not self._movement.lanes.loads.submit(job):
-            self._trial = "due"
+        self._place = int(longest[0]), min(len(longest) * slot_size, TRIAL_BYTES)
+        self._try()
+
+    def _try(self) -> None:
+        """Start a trial at the place of the last one."""
+        if self._place is not None and self._trial != "running":
+            before, self._trial = self._trial, "running"
+            if not self._movement.lanes.loads.submit(partial(self._run_trial, *self._place)):
+                self._trial = before
 
     def _run_trial(self, offset: int, num_bytes: int) -> None:
-        """Read a page, and then all (no lock held); tell the planner, if no load has yet."""
+        """Read a page, and then all (no lock held); tell the planner, if no load has meanwhile."""
         assert self._disk is not None
         assert self.rules is not None
-        tries = [(size, self._disk.try_reading(offset, size)) for size in (ALIGNMENT, num_bytes)]
+        tries = []
+        for size in (ALIGNMENT, num_bytes):
+            times = [self._disk.try_reading(offset, size) for _ in range(TRIES)]
+            tries.append((size, min((time for time in times if time is not None), default=None)))
         with self._lock:
             if self._trial != "running":  # a load was faster
                 return

@@ -555,6 +555,29 @@ class TestLoading:
                 next(lease.slots())[0] = 8
                 assert pool.verify(lease) == 0
 
+    def test_a_disk_that_seemed_too_slow_is_tried_again_though_nothing_is_written(self, path):
+        clock, system = FakeClock(), FaultySystem()
+
+        def slow(call, _):
+            clock.advance(5.0 if call == "read" else 0.0)
+
+        system.fault = slow
+        options = {"admission": "always", "load": "auto", "clock": clock, "system": system}
+        with opened(path, **options) as pool:
+            if not pool._residency.tiers[-1].disk.is_direct:
+                pytest.skip("what was just written is read from memory here")
+            pool.prefilled(SPACE, 0, 1024, 1.0)
+            put(pool, prompt(0, 5))
+            written = on_disk(pool)
+            assert written > 0, "the first block shows it"
+            put(pool, prompt(1, 5))
+            assert on_disk(pool) == written
+            system.fault = lambda call, _: clock.advance(1e-4 if call == "read" else 0.0)
+            for number in range(2, 40):
+                clock.advance(3.0)
+                put(pool, prompt(number, 5))
+            assert on_disk(pool) > written
+
     def test_no_more_is_promised_than_a_tenant_may_have(self, path):
         space = replace(SPACE, tenant="acme")
         with opened(path, pages=100, admission="always") as pool:
