@@ -57,6 +57,8 @@ TRIAL_BYTES = 4 << 20
 
 STUCK, STUCK_S = 3, 0.1
 """A disk that takes so many times what is expected for a piece, and so long, is not waited for."""
+ALWAYS = 20
+"""Times that, where everything is loaded whatever it takes."""
 
 MIN_TRIAL_BYTES = 1 << 20
 """Less than this says little of how fast the disk is: more is read when there is more."""
@@ -239,7 +241,9 @@ class Offload:
         if self.rules is None or not self._queue().loads:
             return False
         expected_s = self.rules.planner.load_s(self._name, PIECE_BYTES)
-        return self._clock() > self._loading_since_s + max(STUCK_S, STUCK * expected_s)
+        limit_s = max(STUCK_S, STUCK * expected_s)
+        limit_s *= ALWAYS if self.rules.planner.mode == "always" else 1
+        return self._clock() > self._loading_since_s + limit_s
 
     def _at_a_time(self, ids: Ids) -> Ids:
         """Return so many leading ``ids`` that loads which wait for others take half of the memory at most."""

@@ -45,6 +45,7 @@ class SlowSystem(System):
 def patient(monkeypatch):
     """Have a load waited for however busy the machine is."""
     monkeypatch.setattr("kvstore.lease.PATIENCE", 10_000)
+    monkeypatch.setattr("kvstore.offload.STUCK_S", 10_000)
 
 
 def opened(path, **settings):
@@ -182,7 +183,7 @@ def timed(cached, prompts, answers):
 def test_a_slow_disk_makes_no_request_slower(path, disk):
     model, sizes = much_kv(), {"dram": "256MiB", "disk": "512MiB"}
     prompts = [prompt(2048, seed=number) for number in range(8)]
-    with opened(path, **sizes) as store, CachedModel(model, store) as cached:
+    with opened(path, load="always", **sizes) as store, CachedModel(model, store) as cached:
         answers = [cached.generate(ids, **NEW) for ids in prompts]
     disk.slow = True
     with (
@@ -208,7 +209,7 @@ def test_a_slow_disk_makes_no_request_slower(path, disk):
 def test_a_disk_that_becomes_slow_is_not_waited_for_much_longer(path, disk):
     """Beyond what the first loads show, a request is no later than one without a store that hits."""
     with (
-        opened(path, dram="256MiB", disk="512MiB") as store,
+        opened(path, dram="256MiB", disk="512MiB", load="always") as store,
         CachedModel(much_kv(), store, on_failure="raise") as cached,
     ):
         cached.generate(prompt(64), **NEW)  # warm up
@@ -221,6 +222,7 @@ def test_a_disk_that_becomes_slow_is_not_waited_for_much_longer(path, disk):
         cached.generate(prompts[0], **NEW)
         assert cached.last.hit_tokens_by_tier == {"disk": 2032}, "it was worth it"
         to_disk(cached, store, prompts[0])
+        store._residency.offload.rules.planner.mode = "auto"
         disk.slow = True
         late = timed(cached, prompts, answers)
         print({"cold": cold, "late": late, "counts": store.stats().counts})
