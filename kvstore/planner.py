@@ -56,10 +56,6 @@ class Queue(NamedTuple):
     loads: int = 0
     num_bytes: int = 0  # of all together
 
-    def behind(self, first: Queue) -> Queue:
-        """Return what comes after ``first``, with which it begins."""
-        return Queue(self.loads - first.loads, self.num_bytes - first.num_bytes)
-
 
 NO_QUEUE = Queue()
 

@@ -2,6 +2,7 @@
 
 import errno
 import shutil
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 from kvstore.assembly import POLICIES
 from kvstore.errors import UsageError
 from kvstore.namespace import KVLayout, Namespace
-from kvstore.offload import WRITE_BACK_FROM, engine_of
+from kvstore.offload import MAX_ROW, WRITE_BACK_FROM, engine_of
 from kvstore.planner import Plan, Planner
 from kvstore.quotas import Quota
 from kvstore.testing import FakeClock, ManualMover, pattern, small_pool
@@ -393,8 +394,9 @@ class TestLoading:
             assert pool.lookup(SPACE, prompt(0, 9)) == 9 * WIDTH
             assert get(pool, prompt(0, 9), may_wait=True) == 9
             clock.advance(60.0)
-            put(pool, prompt(4, 20))
-            assert in_memory(pool) == 20, "nothing is kept for those who did not come"
+            assert len(put(pool, prompt(4, 20)).indices) == 20, (
+                "nothing is kept for who did not come"
+            )
             pool.check_invariants()
 
     def test_all_who_want_the_same_blocks_get_them(self, path):
@@ -493,13 +495,34 @@ class TestLoading:
         with opened(path, pages=1000, admission="always") as pool:
             put(pool, prompt(0, 60))
         with opened(path, pages=800, mover=lanes, load="auto", admission="always") as pool:
-            assert pool.acquire(SPACE, prompt(0, 60), may_wait=True).coming_blocks == 0
+            if not pool._residency.tiers[-1].disk.is_direct:
+                pytest.skip("no trial is made here")
             pool.prefilled(SPACE, 0, 1024, 1.0)
+            assert len(mover.jobs) == 1, "the trial"
+            assert pool.acquire(SPACE, prompt(0, 60), may_wait=True).coming_blocks == 0
             pool._residency.offload.rules.planner.loaded("disk", 1 << 20, 1e-3)
+            assert pool.acquire(SPACE, prompt(0, 60), may_wait=True).coming_blocks == 60
+            mover.run_one()
+            assert len(mover.jobs) == 1, "the load"
+            put(pool, prompt(1, 1))
+            assert len(mover.jobs) == 1, "there is no other trial beside it"
+            assert pool.acquire(SPACE, prompt(0, 60), may_wait=True).coming_blocks == 60
             mover.drain()
-            for number in range(1, 4):
-                assert pool.acquire(SPACE, prompt(0, 60), may_wait=True).coming_blocks == 60
+
+    def test_the_planner_is_told_of_loads_though_others_always_wait(self, path):
+        mover, clock = ManualMover(), FakeClock()
+        system = FaultySystem(lambda call, _: clock.advance(1e-3 if call == "read" else 0.0))
+        with opened(path, pages=200, admission="always") as pool:
+            for number in range(MAX_ROW + 1):
                 put(pool, prompt(number, 1))
+        with opened(path, pages=200, mover=mover, clock=clock, system=system) as pool:
+            for number in range(MAX_ROW + 1):
+                pool.acquire(SPACE, prompt(number, 1), may_wait=True)
+            for _ in range(MAX_ROW):
+                assert not pool._residency.offload.rules.planner.is_measured("disk")
+                mover.run_one()
+            assert mover.jobs
+            assert pool._residency.offload.rules.planner.is_measured("disk")
             mover.drain()
 
     def test_who_waits_keeps_its_blocks_though_others_wait_for_the_same_and_are_served(self, path):
@@ -541,15 +564,26 @@ class TestLoading:
             assert [int(there(some).sum()) for some in ids] == [22, 22, 21], known
             pool.check_invariants()
 
-    def test_what_is_brought_back_during_a_load_gets_its_checksum(self, path):
+    @contextmanager
+    def computed_during_a_load(self, path):
+        """A pool to which blocks of sevens came before the load of the same ones ended, and its loads."""
         mover = ManualMover()
-        lanes = Lanes(InlineMover(), mover, InlineMover())
-        with self.evicted(path, mover=lanes) as pool:
+        with self.evicted(path, mover=Lanes(InlineMover(), mover, InlineMover())) as pool:
             reservation = pool.reserve(SPACE, prompt(0, 5))
             for slot in reservation.slots():
                 slot[:] = 7
-            pool.acquire(SPACE, prompt(0, 5), may_wait=True)
+            assert pool.acquire(SPACE, prompt(0, 5), may_wait=True).coming_blocks == 5
             pool.commit(reservation)
+            yield pool, mover
+
+    def test_room_that_never_comes_is_not_waited_for(self, path, monkeypatch):
+        with opened(path, pages=40) as pool:
+            put(pool, prompt(0, 20))
+            monkeypatch.setattr(pool._residency, "_evict", lambda *_: True)
+            assert not len(put(pool, prompt(1, 5)).indices)
+
+    def test_what_is_brought_back_during_a_load_gets_its_checksum(self, path):
+        with self.computed_during_a_load(path) as (pool, mover):
             mover.drain()
             with pool.acquire(SPACE, prompt(0, 5)) as lease:
                 next(lease.slots())[0] = 8
@@ -596,14 +630,7 @@ class TestLoading:
             pool.check_invariants()
 
     def test_a_load_that_comes_after_the_writer_changes_nothing(self, path):
-        mover = ManualMover()
-        lanes = Lanes(InlineMover(), mover, InlineMover())
-        with self.evicted(path, mover=lanes) as pool:
-            reservation = pool.reserve(SPACE, prompt(0, 5))
-            for slot in reservation.slots():
-                slot[:] = 7
-            assert pool.acquire(SPACE, prompt(0, 5), may_wait=True).coming_blocks == 5
-            pool.commit(reservation)
+        with self.computed_during_a_load(path) as (pool, mover):
             mover.drain()
             pool.check_invariants()
             with pool.acquire(SPACE, prompt(0, 5)) as lease:
@@ -618,6 +645,7 @@ class TestLoading:
             pool.demote(SPACE, prompt(0, 20), "dram")
             reservation = pool.reserve(SPACE, prompt(0, 20))
             assert len(reservation.indices) == 20
+            assert not list(pool._residency._idle_slabs(0, 8192)), "no slab is without users"
             assert not len(put(pool, prompt(1, 2), large).indices)
             pool.check_invariants()
             pool.abort(reservation)
